@@ -1,0 +1,1 @@
+"""Hydra configs. A program of yours puts `pkg://dcp_pipeline.conf` on its search path."""

@@ -1,0 +1,1 @@
+"""The group `checkpoint`: `pipeline`, the recipes, and a group for each part of a pipeline."""

@@ -1,0 +1,1 @@
+"""The pipeline's config: its model, and how Hydra composes it."""

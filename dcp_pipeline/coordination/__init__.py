@@ -1,0 +1,1 @@
+"""Coordinations: how the ranks come to an agreement and commit together."""

@@ -1,0 +1,1 @@
+"""Layouts: how a checkpoint is laid out in a directory."""

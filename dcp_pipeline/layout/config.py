@@ -1,0 +1,53 @@
+"""Configs of the layouts, torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator
+
+from dcp_pipeline.core.kind import Bytes, KindConfig
+
+if TYPE_CHECKING:
+    from dcp_pipeline.layout.dcp import DcpLayout
+
+__all__ = ["DcpLayoutConfig"]
+
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 4 * 1024, 16 * 1024**2
+
+
+def _block(size: int) -> int:
+    is_power_of_two = size & (size - 1) == 0
+    if not is_power_of_two or not _SMALLEST_BLOCK <= size <= _LARGEST_BLOCK:
+        raise ValueError("expected a power of two from 4KiB to 16MiB")
+    return size
+
+
+class DcpLayoutConfig(KindConfig):
+    """A directory with the files of ``torch.distributed.checkpoint``, and our manifest beside them.
+
+    Attributes:
+        metadata: write ``.metadata``, with which plain DCP opens the checkpoint. With safetensors
+            it is never written, since DCP cannot read such files.
+        checksum: what the blocks of the data files are hashed with.
+        block_bytes: how much data one checksum covers; a read verifies whole blocks.
+        on_foreign_overwrite: what to believe when plain DCP has saved into a checkpoint of ours:
+            ``error`` refuses to open it, ``manifest`` opens our save, ``metadata`` opens DCP's.
+    """
+
+    kind: Literal["dcp"] = "dcp"
+    metadata: bool = True
+    checksum: Literal["xxh3_64", "crc32", "sha256"] = "xxh3_64"
+    block_bytes: Annotated[Bytes, AfterValidator(_block)] = 64 * 1024
+    on_foreign_overwrite: Literal["error", "manifest", "metadata"] = "error"
+
+    def build(self) -> DcpLayout:
+        """Make the layout."""
+        from dcp_pipeline.layout.dcp import DcpLayout
+
+        return DcpLayout(
+            metadata=self.metadata,
+            checksum=self.checksum,
+            block_bytes=self.block_bytes,
+            on_foreign_overwrite=self.on_foreign_overwrite,
+        )

@@ -1,0 +1,1 @@
+"""Planners: which rank writes which part of which tensor, and which reads it."""

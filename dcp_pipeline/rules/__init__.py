@@ -1,0 +1,1 @@
+"""Rules on keys, shapes and dtypes, declared in a config."""

@@ -1,0 +1,1 @@
+"""Serializations: how one item becomes bytes."""

@@ -1,0 +1,1 @@
+"""Storages: where the bytes go."""

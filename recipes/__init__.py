@@ -1,0 +1,1 @@
+"""Recipes: one YAML for each model."""
