@@ -177,7 +177,7 @@ class DtypeMismatchError(LoadMismatchError, TypeError):
     """A tensor whose dtype in the checkpoint is not the template's, with no cast declared."""
 
 
-class _SystemError(OSError):
+class _SystemError(CheckpointError, OSError):
     """Sets ``errno`` on an error whose message is a sentence of ours."""
 
     _errno = _errno.EIO
@@ -190,7 +190,7 @@ class _SystemError(OSError):
         self.filename = filename
 
 
-class CheckpointNotFoundError(_SystemError, CheckpointError, FileNotFoundError):
+class CheckpointNotFoundError(_SystemError, FileNotFoundError):
     """There is no checkpoint at the given id."""
 
     _errno = _errno.ENOENT
@@ -200,7 +200,7 @@ class IncompleteCheckpointError(CheckpointNotFoundError):
     """Data of a checkpoint is there, but no commit record: the save never finished."""
 
 
-class CheckpointExistsError(_SystemError, CheckpointError, FileExistsError):
+class CheckpointExistsError(_SystemError, FileExistsError):
     """A committed checkpoint is there and ``overwrite`` is ``error``."""
 
     _errno = _errno.EEXIST
@@ -240,7 +240,7 @@ class UnsafeCheckpointError(CheckpointError, ValueError):
     """A file asks for something that reading data never needs: code, a path outside, absurd sizes."""
 
 
-class StorageError(_SystemError, CheckpointError):
+class StorageError(_SystemError):
     """The operating system's own error, with its ``errno``, the path, and the room left."""
 
 

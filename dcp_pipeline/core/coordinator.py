@@ -1,0 +1,63 @@
+"""What the nodes may ask of the other ranks; implementations live in ``coordination``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+__all__ = ["Coordinator", "Reduce"]
+
+Reduce = Callable[[list[bytes]], Sequence[bytes]]
+"""Run by the coordinator: every rank's message in rank order to every rank's answer."""
+
+
+class Coordinator(ABC):
+    """The ranks of one save or load, and how they come to an agreement.
+
+    There is one way to agree: :meth:`exchange`. It carries failures too, so that a rank that
+    cannot go on tells all others at the next step instead of leaving them waiting.
+
+    Attributes:
+        rank: this process, 0 to ``world_size - 1``.
+        coordinator_rank: the rank that decides.
+    """
+
+    rank: int
+    world_size: int
+    coordinator_rank: int
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides."""
+        return self.rank == self.coordinator_rank
+
+    @abstractmethod
+    def exchange(
+        self, step: str, message: bytes | BaseException, reduce: Reduce | None = None
+    ) -> bytes:
+        """Gather a message of every rank, let the coordinator reduce them, answer each rank.
+
+        Args:
+            step: named in errors.
+            message: what this rank has to say, or the error that it ended with.
+            reduce: called on the coordinator when no rank failed; ``None`` answers nothing.
+
+        Returns:
+            The coordinator's answer to this rank.
+
+        Raises:
+            CheckpointError: on every rank alike, if any rank or ``reduce`` failed. It is torch's
+                ``CheckpointException`` too.
+        """
+
+    @abstractmethod
+    def report_failure(self, error: BaseException) -> None:
+        """Let the other ranks know, between two exchanges, that this one cannot go on."""
+
+    @abstractmethod
+    def peer_failed(self) -> bool:
+        """Whether another rank has reported a failure since the last exchange. Quick, not collective."""
+
+    def close(self) -> None:
+        """Give back groups and threads; the coordinator is not used afterwards."""
+        return None

@@ -1,0 +1,94 @@
+"""Whether the process that left a marker file is still there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+__all__ = ["ProcessIdentity"]
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str:
+    """When a process started, in the kernel's clock ticks; empty where that cannot be told."""
+    stat = _read(f"/proc/{pid}/stat")
+    return stat.rpartition(")")[2].split()[19] if stat else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process, told apart from later ones that get the same number.
+
+    Attributes:
+        host, boot: the machine, and which of its starts.
+        namespace: the process-id namespace; containers of one machine differ in it.
+        pid, started: the process.
+    """
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: str
+
+    @classmethod
+    def current(cls) -> ProcessIdentity:
+        """This process."""
+        return _identify(os.getpid())
+
+    @classmethod
+    def parse(cls, data: bytes) -> ProcessIdentity | None:
+        """The identity in a marker file, ``None`` where it holds none."""
+        try:
+            record = json.loads(data)
+            return cls(
+                host=str(record["host"]),
+                boot=str(record["boot"]),
+                namespace=str(record["namespace"]),
+                pid=int(record["pid"]),
+                started=str(record["started"]),
+            )
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def encode(self, **more: object) -> bytes:
+        """A marker file's content."""
+        return json.dumps(asdict(self) | more).encode()
+
+    def is_gone(self) -> bool:
+        """Whether this process is known to have ended; ``False`` when that cannot be told."""
+        here = ProcessIdentity.current()
+        if self.host != here.host:
+            return False
+        if self.boot != here.boot:
+            return bool(self.boot and here.boot)
+        if self.namespace != here.namespace:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return bool(self.started) and _start_time(self.pid) != self.started
+
+
+@lru_cache(maxsize=4)
+def _identify(pid: int) -> ProcessIdentity:
+    try:
+        namespace = os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""
+    except OSError:
+        namespace = ""
+    boot = _read("/proc/sys/kernel/random/boot_id")
+    return ProcessIdentity(socket.gethostname(), boot, namespace, pid, _start_time(pid))

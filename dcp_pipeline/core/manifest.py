@@ -1,0 +1,318 @@
+"""``manifest.json``: the commit record of a checkpoint, read and written without torch.
+
+A JSON object, one member per line, the last of which is a digest of all bytes before it. The
+format is described for other readers in ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from dcp_pipeline.core.checksum import digest_of
+from dcp_pipeline.core.dtypes import ITEM_SIZES
+from dcp_pipeline.core.errors import (
+    ChecksumError,
+    FormatError,
+    NewerFormatError,
+    UnsafeCheckpointError,
+)
+from dcp_pipeline.core.packing import pack_columns, unpack_columns
+from dcp_pipeline.core.path import Path, decode_path, encode_path
+from dcp_pipeline.core.table import MAX_DIMENSIONS, ChunkTable, KeySpec, Kind
+
+__all__ = ["FileEntry", "Manifest", "MetadataEntry", "SumsEntry", "safe_name"]
+
+FORMAT: Final = "dcp_pipeline.checkpoint"
+VERSION: Final = (1, 0)
+_CHUNK_COLUMNS: Final = ("key", "owner", "file", "offset", "length", "payload")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A data file: its name in the directory and its size in bytes."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumsEntry:
+    """A file of block digests: name, size in bytes and its own digest, hexadecimal."""
+
+    name: str
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataEntry:
+    """DCP's ``.metadata`` as this save wrote it: size in bytes and digest, hexadecimal."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed checkpoint holds and where.
+
+    Attributes:
+        save_id: 32 hexadecimal digits, new for every save; empty for a checkpoint of plain DCP.
+        created: seconds since the epoch.
+        world_size: ranks that saved.
+        versions: of the packages that saved.
+        config: the pipeline's config, as plain data.
+        serialization, layout: their kinds.
+        checksum: algorithm of the block digests, ``None`` where there are none.
+        block_bytes: bytes per block.
+        names: the stored name of each key of ``table``.
+        table: every chunk; rows sorted by key, then by offsets.
+        empty: path and ``dict``, ``list`` or ``tuple`` of containers that held nothing.
+        files, sums: what lies in the directory.
+        metadata: the ``.metadata`` written along, if any.
+        superseded: digest of the ``.metadata`` that this save replaces, if there was one.
+    """
+
+    save_id: str
+    created: float
+    world_size: int
+    serialization: str
+    layout: str
+    names: tuple[str, ...]
+    table: ChunkTable
+    files: tuple[FileEntry, ...]
+    sums: tuple[SumsEntry, ...] = ()
+    checksum: str | None = None
+    block_bytes: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    empty: tuple[tuple[Path, str], ...] = ()
+    metadata: MetadataEntry | None = None
+    superseded: str | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this describes a checkpoint of plain DCP, which has no manifest."""
+        return not self.save_id
+
+    def encode(self) -> bytes:
+        """The bytes of ``manifest.json``."""
+        members: dict[str, object] = {
+            "format": FORMAT,
+            "version": list(VERSION),
+            "save_id": self.save_id,
+            "created": self.created,
+            "world_size": self.world_size,
+            "versions": dict(self.versions),
+            "serialization": self.serialization,
+            "layout": self.layout,
+            "checksum": {"algorithm": self.checksum, "block_bytes": self.block_bytes},
+            "metadata": None if self.metadata is None else _plain(self.metadata),
+            "superseded": self.superseded,
+            "config": dict(self.config),
+            "keys": [_encode_key(*row) for row in zip(self.names, self.table.keys, strict=True)],
+            "empty": [[encode_path(path), kind] for path, kind in self.empty],
+            "files": [[entry.name, entry.size] for entry in self.files],
+            "sums": [[entry.name, entry.size, entry.digest] for entry in self.sums],
+            "chunks": {
+                "count": len(self.table),
+                "packed": base64.b64encode(
+                    pack_columns(self.table.columns(*_CHUNK_COLUMNS))
+                ).decode(),
+            },
+        }
+        lines = [
+            f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}"
+            for name, value in members.items()
+        ]
+        body = ("{" + ",\n".join(lines)).encode()
+        return body + b',\n"digest":"' + digest_of("xxh3_64", body).hex().encode() + b'"}\n'
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Read ``manifest.json``, checking everything that can be checked without the files.
+
+        Raises:
+            NewerFormatError: of a newer major version.
+            ChecksumError: the digest does not fit.
+            FormatError: not a manifest, or one that contradicts itself.
+            UnsafeCheckpointError: a file name that leads out of the directory.
+        """
+        members = _parse(data)
+        try:
+            return _decode(members)
+        except (KeyError, TypeError, ValueError, IndexError, binascii.Error) as error:
+            if isinstance(error, (FormatError, UnsafeCheckpointError)):
+                raise
+            raise FormatError(f"manifest.json is damaged: {type(error).__name__} {error}") from error
+
+
+def safe_name(name: object) -> str:
+    """``name`` if it is a plain file name.
+
+    Raises:
+        UnsafeCheckpointError: it is absolute, has a directory part, or is ``.`` or ``..``.
+    """
+    if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name:
+        raise UnsafeCheckpointError(
+            f"the checkpoint names the file {name!r}, which is not a plain name inside its directory"
+        )
+    if "\0" in name or len(name) > 255:
+        raise UnsafeCheckpointError(f"not a file name: {name[:80]!r}")
+    return name
+
+
+def _plain(entry: MetadataEntry) -> dict[str, object]:
+    return {"size": entry.size, "digest": entry.digest}
+
+
+def _encode_key(name: str, spec: KeySpec) -> dict[str, object]:
+    encoded: dict[str, object] = {"name": name, "path": encode_path(spec.path)}
+    if spec.kind is not Kind.TENSOR:
+        encoded["kind"] = spec.kind.value
+    if spec.dtype is not None:
+        encoded |= {"dtype": spec.dtype, "shape": list(spec.shape)}
+    if spec.alias >= 0:
+        encoded["alias"] = spec.alias
+    return encoded
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    end = data.rfind(b',\n"digest":"')
+    try:
+        members = json.loads(data, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"manifest.json is not JSON: {error}") from error
+    if not isinstance(members, dict) or members.get("format") != FORMAT:
+        raise FormatError(f"manifest.json is not a {FORMAT} record")
+    version = members.get("version")
+    if not isinstance(version, list) or not version or type(version[0]) is not int:
+        raise FormatError(f"manifest.json has no version: {version!r}")
+    if version[0] > VERSION[0]:
+        raise NewerFormatError(
+            f"manifest.json is of format version {version}, this package reads up to"
+            f" {VERSION[0]}.x: install a newer dcp-pipeline"
+        )
+    if end < 0 or members.get("digest") != digest_of("xxh3_64", data[:end]).hex():
+        raise ChecksumError("manifest.json does not match its own digest: it was changed or cut off")
+    return members
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a member stands twice")
+    return result
+
+
+def _decode(members: dict[str, Any]) -> Manifest:
+    names, specs = _decode_keys(members["keys"])
+    packed = base64.b64decode(members["chunks"]["packed"], validate=True)
+    table = ChunkTable.from_columns(specs, unpack_columns(packed))
+    if len(table) != members["chunks"]["count"]:
+        raise FormatError(f"{len(table)} chunks, {members['chunks']['count']} are announced")
+    checksum = members["checksum"]
+    metadata = members.get("metadata")
+    manifest = Manifest(
+        save_id=_hex(members["save_id"]),
+        created=float(members["created"]),
+        world_size=int(members["world_size"]),
+        serialization=str(members["serialization"]),
+        layout=str(members["layout"]),
+        names=names,
+        table=table,
+        files=tuple(FileEntry(safe_name(name), _size(size)) for name, size in members["files"]),
+        sums=tuple(
+            SumsEntry(safe_name(name), _size(size), str(digest))
+            for name, size, digest in members["sums"]
+        ),
+        checksum=checksum["algorithm"],
+        block_bytes=_size(checksum["block_bytes"]),
+        versions={str(k): str(v) for k, v in members["versions"].items()},
+        config=dict(members["config"]),
+        empty=tuple((decode_path(path), _container(kind)) for path, kind in members["empty"]),
+        metadata=None
+        if metadata is None
+        else MetadataEntry(_size(metadata["size"]), str(metadata["digest"])),
+        superseded=members.get("superseded"),
+    )
+    check_places(manifest)
+    return manifest
+
+
+def _decode_keys(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tuple[KeySpec, ...]]:
+    names, specs = [], []
+    for row in rows:
+        dtype, shape = row.get("dtype"), tuple(_size(extent) for extent in row.get("shape", ()))
+        if dtype is not None and dtype not in ITEM_SIZES:
+            raise FormatError(f"{row['name']!r} has the unknown dtype {dtype!r}")
+        if len(shape) > MAX_DIMENSIONS:
+            raise FormatError(f"{row['name']!r} has {len(shape)} dimensions")
+        alias = int(row.get("alias", -1))
+        if not -1 <= alias < len(rows):
+            raise FormatError(f"{row['name']!r} shares storage with a key that is not there")
+        kind = Kind(row.get("kind", Kind.TENSOR))
+        if (kind in (Kind.VALUE, Kind.STREAM)) != (dtype is None):
+            raise FormatError(f"{row['name']!r} is a {kind} of dtype {dtype!r}")
+        names.append(str(row["name"]))
+        specs.append(KeySpec(decode_path(row["path"]), kind, dtype, shape, alias))
+    if len(set(names)) != len(names):
+        raise FormatError("two keys have the same name")
+    return tuple(names), tuple(specs)
+
+
+def check_places(manifest: Manifest) -> None:
+    """Raise unless every chunk lies in a file that is there and long enough.
+
+    Raises:
+        FormatError: otherwise.
+    """
+    table, files = manifest.table, manifest.files
+    if len({entry.name for entry in files}) != len(files):
+        raise FormatError("a data file is listed twice")
+    if not len(table):
+        return
+    if table.file.min() < 0 or table.file.max() >= len(files):
+        raise FormatError("a chunk lies in a file that is not listed")
+    if min(table.offset.min(), table.length.min(), table.sizes.min(initial=1)) < 0:
+        raise FormatError("a chunk has a negative place or size")
+    if table.offset.max() > 1 << 62 or table.length.max() > 1 << 62:
+        raise FormatError("a chunk has an absurd place or size")
+    ends = table.offset + table.length
+    sizes = np.asarray([entry.size for entry in files], np.int64)[table.file]
+    if (ends > sizes).any():
+        row = int(np.argmax(ends > sizes))
+        raise FormatError(
+            f"a chunk of {manifest.names[table.key[row]]!r} ends at {ends[row]}, its file"
+            f" {files[table.file[row]].name} has {sizes[row]} bytes"
+        )
+    known = table.payload >= 0
+    volume = table.sizes.prod(axis=1, dtype=float) * table.item_sizes
+    is_tensor = np.asarray([spec.dtype is not None for spec in table.keys])[table.key]
+    if (known & is_tensor & (table.payload + volume > table.length)).any():
+        raise FormatError("a chunk's elements do not fit into its item")
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise FormatError(f"not a size: {value!r}")
+    return value
+
+
+def _hex(value: object) -> str:
+    if not isinstance(value, str) or len(value) != 32 or set(value) - set("0123456789abcdef"):
+        raise FormatError(f"not a save id: {value!r}")
+    return value
+
+
+def _container(kind: object) -> str:
+    if kind not in ("dict", "list", "tuple"):
+        raise FormatError(f"not a container: {kind!r}")
+    return str(kind)

@@ -1,0 +1,1 @@
+"""From the caller's state to leaves and pieces, and back."""

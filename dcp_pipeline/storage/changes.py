@@ -1,0 +1,118 @@
+"""Every change this package makes to a file system, one method each.
+
+Nothing else in the package creates, writes, syncs, renames or removes a file. A test hands in a
+subclass that stops before, after or halfway through each of them; see ``tests/distributed``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import errno
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["FileChanges"]
+
+_IOV_MAX = 1024
+
+
+def _load_fallocate() -> ctypes._NamedFuncPointer | None:
+    if sys.platform != "linux":
+        return None
+    function = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True).fallocate
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return function
+
+
+class FileChanges:
+    """The real thing: each method makes its change and returns when the system call does."""
+
+    def __init__(self) -> None:
+        # posix_fallocate writes zeros where the file system cannot reserve; fallocate refuses.
+        self._fallocate = _load_fallocate()
+
+    def make_directory(self, path: str) -> None:
+        """Make ``path`` and its parents, and make each new entry durable."""
+        missing = []
+        current = os.path.abspath(path)
+        while not os.path.isdir(current):
+            missing.append(current)
+            current = os.path.dirname(current)
+        for directory in reversed(missing):
+            try:
+                os.mkdir(directory)
+            except FileExistsError:
+                continue
+            self.sync_directory(os.path.dirname(directory))
+
+    def create(self, path: str, flags: int = 0) -> int:
+        """A file descriptor of a new file; ``FileExistsError`` if the name is taken."""
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | flags, 0o644)
+
+    def reserve(self, descriptor: int, size: int) -> bool:
+        """Reserve room for ``size`` bytes; whether the file system can do so at all."""
+        if self._fallocate is None or size == 0:
+            return False
+        if self._fallocate(descriptor, 0, 0, size) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return False
+        raise OSError(code, os.strerror(code))
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write all of ``buffers`` at ``offset``; the number of bytes."""
+        pending = [buffer for buffer in buffers if len(buffer)]
+        written = 0
+        while pending:
+            count = os.pwritev(descriptor, pending[:_IOV_MAX], offset + written)
+            if count == 0:
+                raise OSError(errno.EIO, "the system wrote nothing")
+            written += count
+            while pending and count >= len(pending[0]):
+                count -= len(pending.pop(0))
+            if count:
+                pending[0] = pending[0][count:]
+        return written
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        """Cut the file to ``size`` bytes."""
+        os.ftruncate(descriptor, size)
+
+    def sync(self, descriptor: int) -> None:
+        """Make a file's bytes durable."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file; on network file systems this reports write errors."""
+        os.close(descriptor)
+
+    def replace(self, source: str, target: str) -> None:
+        """Give ``source`` the name ``target`` in one atomic step."""
+        os.replace(source, target)
+
+    def remove(self, path: str) -> None:
+        """Remove a file; ``FileNotFoundError`` if it is not there."""
+        os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def touch(self, path: str) -> None:
+        """Set a file's modification time to now."""
+        os.utime(path)
+
+    def sync_directory(self, path: str) -> None:
+        """Make the entries of a directory durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some file systems cannot sync a directory and do not need to.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+                raise
+        finally:
+            os.close(descriptor)

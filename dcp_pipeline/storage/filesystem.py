@@ -1,0 +1,331 @@
+"""Storage on a POSIX file system, local or shared."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from urllib.parse import unquote, urlsplit
+
+from dcp_pipeline.core.errors import (
+    ConcurrentSaveError,
+    ConfigError,
+    CorruptCheckpointError,
+    MissingFileError,
+    StorageError,
+    UnsafeCheckpointError,
+)
+from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.core.manifest import safe_name
+from dcp_pipeline.storage.base import Directory, Observer, Segments, Source, Storage
+from dcp_pipeline.storage.changes import FileChanges
+from dcp_pipeline.storage.file_writer import BufferPool, stream_to_file
+
+__all__ = ["FileSystemStorage", "local_path"]
+
+LOCK = ".committing.lock"
+_LOCK_TIMEOUT = 30.0
+
+
+def local_path(checkpoint_id: str | os.PathLike[str]) -> str:
+    """The path that a path or a ``file://`` URI names.
+
+    Raises:
+        ConfigError: the id is a URI of another scheme.
+    """
+    text = os.fspath(checkpoint_id)
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        return os.path.abspath(os.path.expanduser(text))
+    parts = urlsplit(text)
+    if scheme != "file" or parts.netloc not in ("", "localhost"):
+        raise ConfigError(
+            f"storage 'filesystem' takes paths and file:// URIs, found {text!r}", "storage"
+        )
+    return os.path.abspath(unquote(parts.path))
+
+
+class FileSystemStorage(Storage):
+    """Files in a directory.
+
+    Args:
+        thread_count: files that a rank writes at a time, and threads that it reads with.
+        sync_files: wait until data is durable before the commit. Off, a loss of power can damage
+            a committed checkpoint.
+        direct_io: leave out the page cache when writing, where the file system allows it.
+        reserve_space: reserve room for a file before anything is written.
+        buffer_bytes: size of a thread's I/O buffer.
+        stale_after_seconds: after which a save on another host that did not renew its marker is dead.
+        changes: what makes the changes; tests replace it.
+    """
+
+    def __init__(
+        self,
+        thread_count: int = 2,
+        sync_files: bool = True,
+        direct_io: bool = True,
+        reserve_space: bool = True,
+        buffer_bytes: int = 8 << 20,
+        stale_after_seconds: float = 600.0,
+        changes: FileChanges | None = None,
+    ) -> None:
+        self.thread_count = thread_count
+        self.stale_after = stale_after_seconds
+        self.sync_files = sync_files
+        self.direct_io = direct_io
+        self.reserve_space = reserve_space
+        self.changes = changes or FileChanges()
+        self.buffers = BufferPool(buffer_bytes)
+
+    def open(self, checkpoint_id: str) -> FileSystemDirectory:
+        return FileSystemDirectory(self, local_path(checkpoint_id))
+
+    def close(self) -> None:
+        self.buffers.close()
+
+
+class FileSystemDirectory(Directory):
+    """One directory; see :class:`Directory` for what each method promises."""
+
+    def __init__(self, storage: FileSystemStorage, path: str) -> None:
+        self.location = path
+        self._storage = storage
+        self._changes = storage.changes
+
+    def prepare(self) -> None:
+        with self._system_errors(self.location):
+            self._changes.make_directory(self.location)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.location))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self._path(name))
+
+    def read(self, name: str, start: int = 0, limit: int | None = None) -> bytes:
+        with self._open(name) as source:
+            begin = max(source.size + start, 0) if start < 0 else min(start, source.size)
+            count = source.size - begin if limit is None else min(limit, source.size - begin)
+            data = bytearray(count)
+            source.read_into(begin, memoryview(data))
+        return bytes(data)
+
+    def size(self, name: str) -> int:
+        with self._system_errors(self._path(name)):
+            return os.stat(self._path(name)).st_size
+
+    def open(self, name: str) -> Source:
+        return self._open(name)
+
+    def _open(self, name: str) -> _FileSource:
+        path = self._path(name)
+        with self._system_errors(path):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError as error:
+                if error.errno == errno.ESTALE:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                elif error.errno == errno.ELOOP:
+                    descriptor = self._open_link(path)
+                else:
+                    raise
+        return _FileSource(self, name, descriptor)
+
+    def _open_link(self, path: str) -> int:
+        target, root = os.path.realpath(path), os.path.realpath(self.location)
+        if os.path.commonpath([target, root]) != root:
+            raise UnsafeCheckpointError(f"{path} is a link that leads out of the checkpoint: {target}")
+        return os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def write(
+        self, name: str, size: int, segments: Segments, observe: Observer, block_bytes: int
+    ) -> None:
+        storage, path = self._storage, self._path(name)
+        pool = storage.buffers
+        if pool.nbytes % block_bytes:
+            pool = BufferPool(max(block_bytes, pool.nbytes // block_bytes * block_bytes))
+        buffer = pool.acquire()
+        try:
+            with self._system_errors(path, size):
+                stream_to_file(
+                    self._changes,
+                    path,
+                    size,
+                    segments,
+                    observe,
+                    buffer,
+                    direct=storage.direct_io,
+                    reserve=storage.reserve_space,
+                    sync=storage.sync_files,
+                )
+        finally:
+            pool.release(buffer)
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        with self._system_errors(path, len(data)):
+            self._write_small(path, data)
+
+    def _write_small(self, path: str, data: bytes) -> None:
+        descriptor = self._changes.create(path)
+        try:
+            self._changes.write(descriptor, [memoryview(data)], 0)
+            if self._storage.sync_files:
+                self._changes.sync(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._changes.close(descriptor)
+
+    def sync(self) -> None:
+        if self._storage.sync_files:
+            with self._system_errors(self.location):
+                self._changes.sync_directory(self.location)
+
+    def renew(self, name: str) -> None:
+        with self._system_errors(self._path(name)):
+            self._changes.touch(self._path(name))
+
+    def age(self, name: str) -> float:
+        with self._system_errors(self._path(name)):
+            return max(0.0, time.time() - os.stat(self._path(name)).st_mtime)
+
+    def commit(
+        self, name: str, data: bytes, expected: bytes | None, also: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        with self._locked():
+            found = self.read(name) if self.exists(name) else None
+            if found != expected:
+                raise ConcurrentSaveError(
+                    f"{self._path(name)} was changed while this save was under way: another job saves"
+                    " into the same checkpoint. What this save wrote is not part of it"
+                )
+            self._replace(name, data)
+            for other, content in also:
+                if content is not None:
+                    self._replace(other, content)
+                elif self.exists(other):
+                    self.delete([other])
+            self.sync()
+
+    def _replace(self, name: str, data: bytes) -> None:
+        temporary = self._path(f".{name.lstrip('.')}.{os.urandom(4).hex()}.tmp")
+        with self._system_errors(temporary, len(data)):
+            try:
+                self._write_small(temporary, data)
+                self._changes.replace(temporary, self._path(name))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._changes.remove(temporary)
+                raise
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        path = self._path(LOCK)
+        owner = ProcessIdentity.current().encode(nonce=os.urandom(8).hex())
+        deadline = time.monotonic() + _LOCK_TIMEOUT
+        while True:
+            try:
+                self._write_small(path, owner)
+                break
+            except FileExistsError:
+                if self._break_lock(path):
+                    continue
+                if time.monotonic() > deadline:
+                    raise ConcurrentSaveError(
+                        f"another save is committing into {self.location}: {path} is held"
+                    ) from None
+                time.sleep(0.05)
+            except OSError as error:
+                raise self._storage_error(error, path, len(owner)) from error
+        try:
+            yield
+        finally:
+            self.delete([LOCK])
+
+    def _break_lock(self, path: str) -> bool:
+        """Remove the lock of a process that is gone; whether it is worth trying again at once."""
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+            age = time.time() - os.stat(path).st_mtime
+        except FileNotFoundError:
+            return True
+        holder = ProcessIdentity.parse(content)
+        if not (holder is not None and holder.is_gone()) and age < self._storage.stale_after:
+            return False
+        # Taken aside under a name of our own first: whoever wins the rename breaks the lock.
+        aside = f"{path}.{os.urandom(4).hex()}.tmp"
+        try:
+            self._changes.replace(path, aside)
+        except FileNotFoundError:
+            return True
+        self._changes.remove(aside)
+        return True
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            path = self._path(name)
+            with self._system_errors(path):
+                try:
+                    self._changes.remove(path)
+                except FileNotFoundError:
+                    continue
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.location, safe_name(name))
+
+    @contextlib.contextmanager
+    def _system_errors(self, path: str, wanted: int | None = None) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, StorageError | MissingFileError):
+                raise
+            raise self._storage_error(error, path, wanted) from error
+
+    def _storage_error(self, error: OSError, path: str, wanted: int | None) -> OSError:
+        code = error.errno or errno.EIO
+        if code == errno.ENOENT:
+            return MissingFileError(f"{path} is not there", path)
+        room = ""
+        if wanted is not None:
+            with contextlib.suppress(OSError):
+                status = os.statvfs(self.location)
+                free = status.f_bavail * status.f_frsize
+                room = f" ({wanted} bytes wanted, {free} free in {self.location})"
+        name = errno.errorcode.get(code, str(code))
+        return StorageError(f"{path}: {error.strerror or error} [{name}]{room}", path, code)
+
+
+class _FileSource(Source):
+    def __init__(self, directory: FileSystemDirectory, name: str, descriptor: int) -> None:
+        self.name = name
+        self.size = os.fstat(descriptor).st_size
+        self._directory = directory
+        self._descriptor = descriptor
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        position = 0
+        while position < len(target):
+            try:
+                count = os.preadv(self._descriptor, [target[position:]], offset + position)
+            except OSError as error:
+                path = os.path.join(self._directory.location, self.name)
+                raise StorageError(f"{path}: {error.strerror}", path, error.errno) from error
+            if count == 0:
+                raise CorruptCheckpointError(
+                    f"{self.name} in {self._directory.location} ends at byte {offset + position},"
+                    f" {offset + len(target)} are needed: it was cut off"
+                )
+            position += count
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,137 @@
+"""Storage in this process's memory: for tests, and for jobs of one process."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from dcp_pipeline.core.errors import (
+    ConcurrentSaveError,
+    ConfigError,
+    CorruptCheckpointError,
+    MissingFileError,
+    StorageError,
+)
+from dcp_pipeline.core.manifest import safe_name
+from dcp_pipeline.storage.base import Directory, Observer, Segments, Source, Storage
+
+__all__ = ["MemoryStorage"]
+
+_DIRECTORIES: dict[str, dict[str, tuple[bytes, float]]] = {}
+_LOCK = threading.RLock()
+"""What memory:// URIs name is the process's, as files are the machine's."""
+
+
+class MemoryStorage(Storage):
+    """Files in memory, under ``memory://`` URIs or any other string."""
+
+    def open(self, checkpoint_id: str) -> MemoryDirectory:
+        scheme, separator, _ = checkpoint_id.partition("://")
+        if separator and scheme != "memory":
+            raise ConfigError(
+                f"storage 'memory' takes memory:// URIs, found {checkpoint_id!r}", "storage"
+            )
+        return MemoryDirectory(checkpoint_id.rstrip("/"))
+
+
+class MemoryDirectory(Directory):
+    """One directory in memory; see :class:`Directory` for what each method promises."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+
+    @property
+    def _files(self) -> dict[str, tuple[bytes, float]]:
+        return _DIRECTORIES.get(self.location, {})
+
+    def prepare(self) -> None:
+        with _LOCK:
+            _DIRECTORIES.setdefault(self.location, {})
+
+    def names(self) -> list[str]:
+        with _LOCK:
+            return sorted(self._files)
+
+    def exists(self, name: str) -> bool:
+        return safe_name(name) in self._files
+
+    def _entry(self, name: str) -> tuple[bytes, float]:
+        try:
+            return self._files[safe_name(name)]
+        except KeyError:
+            raise MissingFileError(f"{self.location}/{name} is not there", name) from None
+
+    def read(self, name: str, start: int = 0, limit: int | None = None) -> bytes:
+        data = self._entry(name)[0]
+        begin = max(len(data) + start, 0) if start < 0 else start
+        return data[begin:] if limit is None else data[begin : begin + limit]
+
+    def size(self, name: str) -> int:
+        return len(self._entry(name)[0])
+
+    def open(self, name: str) -> Source:
+        return _MemorySource(self.location, name, self._entry(name)[0])
+
+    def write(
+        self, name: str, size: int, segments: Segments, observe: Observer, block_bytes: int
+    ) -> None:
+        data = b"".join([bytes(segment) for segment in segments])
+        if len(data) != size:
+            raise ValueError(f"{name}: {len(data)} bytes were produced, {size} were planned")
+        observe(memoryview(data))
+        self.put(name, data)
+
+    def put(self, name: str, data: bytes) -> None:
+        with _LOCK:
+            files = _DIRECTORIES.setdefault(self.location, {})
+            if safe_name(name) in files:
+                raise StorageError(f"{self.location}/{name} is there already", name, errno.EEXIST)
+            files[name] = (bytes(data), time.time())
+
+    def sync(self) -> None:
+        return None
+
+    def renew(self, name: str) -> None:
+        with _LOCK:
+            self._files[name] = (self._entry(name)[0], time.time())
+
+    def age(self, name: str) -> float:
+        return max(0.0, time.time() - self._entry(name)[1])
+
+    def commit(
+        self, name: str, data: bytes, expected: bytes | None, also: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        with _LOCK:
+            found = self._files.get(safe_name(name))
+            if (None if found is None else found[0]) != expected:
+                raise ConcurrentSaveError(f"{self.location}/{name} was changed by another save")
+            files = _DIRECTORIES.setdefault(self.location, {})
+            for other, content in ((name, data), *also):
+                files.pop(safe_name(other), None)
+                if content is not None:
+                    files[other] = (bytes(content), time.time())
+
+    def delete(self, names: Iterable[str]) -> None:
+        with _LOCK:
+            for name in names:
+                self._files.pop(safe_name(name), None)
+
+
+class _MemorySource(Source):
+    def __init__(self, location: str, name: str, data: bytes) -> None:
+        self.name, self.size = name, len(data)
+        self._location, self._data = location, memoryview(data)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        piece = self._data[offset : offset + len(target)]
+        if len(piece) < len(target):
+            raise CorruptCheckpointError(
+                f"{self.name} in {self._location} ends at byte {self.size},"
+                f" {offset + len(target)} are needed: it was cut off"
+            )
+        target[:] = piece
+
+    def close(self) -> None:
+        return None

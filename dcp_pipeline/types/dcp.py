@@ -1,0 +1,57 @@
+"""The types of ``torch.distributed.checkpoint``, re-exported: a planner or storage writer written
+for DCP plugs in here, and ours plug into DCP."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    TensorStorageMetadata,
+    WriteItem,
+)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    TensorWriteData,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+
+__all__ = [
+    "AsyncStager",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "LoadItemType",
+    "LoadPlan",
+    "LoadPlanner",
+    "Metadata",
+    "MetadataIndex",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "SerializationFormat",
+    "Stateful",
+    "StorageMeta",
+    "StorageReader",
+    "StorageWriter",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+    "WriteResult",
+]
