@@ -1,0 +1,1 @@
+"""Byte-level codecs: torch's zip container, safetensors, ``.metadata`` and typed JSON."""

@@ -1,0 +1,182 @@
+"""Values that are no plain tensors, through ``torch.save`` and a guarded ``torch.load``."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from dcp_pipeline.core.errors import (
+    CheckpointError,
+    FormatError,
+    UnsafeCheckpointError,
+    UnsupportedLeafError,
+)
+from dcp_pipeline.formats.inert_pickle import Factory, key_types, load_inert
+from dcp_pipeline.formats.zip_directory import Window, payload_offset, read_directory
+
+__all__ = ["check_readable", "read_value", "write_value"]
+
+_MAX_ENTRIES = 1_000_000
+_TUPLES_WITHOUT_DANGER = 5_000
+_INT_BITS = 255 * 8 - 1  # torch's guarded reader knows only the short form of a long integer
+_SCALARS = (type(None), bool, float, str, complex, bytes, torch.dtype, torch.device, torch.Size)
+_lock = threading.Lock()
+
+
+def write_value(value: object) -> bytes:
+    """``torch.save(value)`` as bytes.
+
+    Raises:
+        UnsupportedLeafError: the value cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # pickling runs code of any class, which may raise anything
+        raise UnsupportedLeafError(
+            f"a {_type_name(value)} cannot be saved: {type(error).__name__}: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def read_value(
+    data: bytes | memoryview, *, safe_globals: Sequence[object] = (), trusted: bool = False
+) -> object:
+    """The value that ``torch.save`` wrote, with tensors on the CPU.
+
+    Args:
+        data: the item.
+        safe_globals: classes and functions the file may name besides torch's own list.
+        trusted: read it as a plain pickle, which can run code.
+
+    Raises:
+        FormatError: the item is malformed or truncated.
+        UnsafeCheckpointError: it names a global that is not allowed; the message says which.
+    """
+    if not trusted:
+        _check_item(data)
+    # torch's context manager takes away on exit what the program had allowed for itself.
+    allowed = torch.serialization.get_safe_globals()
+    added = [entry for entry in safe_globals if entry not in allowed]
+    try:
+        if trusted or not added:
+            return _load(data, trusted)
+        with _lock, torch.serialization.safe_globals(added):  # type: ignore[arg-type]
+            return _load(data, trusted)
+    except Exception as error:
+        raise _explain(data, error, safe_globals, trusted) from error
+
+
+def check_readable(value: object, safe_globals: Sequence[object] = ()) -> bytes:
+    """``write_value(value)``, after making sure that ``read_value`` will accept it.
+
+    Raises:
+        UnsupportedLeafError: it would not, or the value cannot be pickled at all.
+    """
+    plain = _is_plain(value)
+    data = write_value(value)
+    if plain:
+        return data
+    try:
+        read_value(data, safe_globals=safe_globals)
+    except CheckpointError as error:
+        raise UnsupportedLeafError(
+            f"a {_type_name(value)} would not be read back: {error}"
+        ) from error
+    return data
+
+
+def _load(data: bytes | memoryview, trusted: bool) -> object:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+
+
+def _check_item(data: bytes | memoryview) -> None:
+    """Refuse what ``torch.load`` would inflate, or would crash on while it hashes a key."""
+    view = memoryview(data)
+    window = Window(lambda offset, nbytes: bytes(view[offset : offset + nbytes]), len(view))
+    entries = read_directory(window, _MAX_ENTRIES)
+    root = entries[0].name.partition("/")[0] if entries else ""
+    record = next((entry for entry in entries if entry.name == f"{root}/data.pkl"), None)
+    if record is None:
+        raise FormatError("a zip without data.pkl: not what torch.save writes")
+    pickle = window.take(payload_offset(window, record), record.size)
+    if sum(pickle.count(op) for op in (b"\x85", b"\x86", b"\x87", b"t")) < _TUPLES_WITHOUT_DANGER:
+        return
+    builders = {_Opaque: lambda opaque, state: None, OrderedDict: lambda opaque, state: None}
+    keys = key_types(_Opaque, frozenset)
+    load_inert(pickle, _opaque, builders=builders, persistent=lambda key: _Opaque(), keys=keys)
+
+
+class _Opaque:
+    """Stands for whatever a global would have made, while only the shape of keys matters."""
+
+
+def _opaque(module: str, name: str) -> object:
+    if (module, name) == ("collections", "OrderedDict"):
+        return Factory(name, lambda args: OrderedDict())
+    return Factory(f"{module}.{name}", lambda args: _Opaque())
+
+
+def _explain(
+    data: bytes | memoryview, error: Exception, safe_globals: Sequence[object], trusted: bool
+) -> CheckpointError:
+    text = " ".join(str(error).split())
+    if trusted or not isinstance(error, UnpicklingError):
+        return FormatError(f"torch.load cannot read an item: {type(error).__name__}: {text}")
+    try:
+        unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:  # the pickle is cut off before its end: torch's message must do
+        unsafe = set(re.findall(r"GLOBAL ([\w.]+)", text))
+    unsafe -= {_global_name(entry) for entry in safe_globals}
+    refused = re.search(r"(Can only|Trying to|Only persistent).*", text)
+    if not unsafe and refused is None:
+        return FormatError(f"torch.load cannot read an item: {text}")
+    what = ", ".join(sorted(unsafe)) if unsafe else str(refused and refused[0])
+    return UnsafeCheckpointError(
+        f"an item asks for {what}, which is not allowed; if you trust the file, name it in "
+        "safe_globals, or set trusted: true, which lets the file run code"
+    )
+
+
+def _global_name(entry: Any) -> str:
+    if isinstance(entry, tuple):
+        return str(entry[1])
+    return f"{entry.__module__}.{entry.__qualname__}"
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def _is_plain(value: object) -> bool:
+    """Whether ``value`` is made of nothing but types the guarded reader is known to accept."""
+    todo: list[Any] = [value]
+    seen: set[int] = set()
+    while todo:
+        item = todo.pop()
+        kind = type(item)
+        if kind in _SCALARS:
+            continue
+        if kind is int:
+            if item.bit_length() > _INT_BITS:
+                return False
+            continue
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if kind is dict or (kind is OrderedDict and not vars(item)):
+            todo.extend(item)
+            todo.extend(item.values())
+        elif kind is list or kind is tuple or kind is set:
+            todo.extend(item)
+        else:
+            return False
+    return True
