@@ -119,10 +119,11 @@ class PipelineBuilder:
             ConfigError: with the path of every key that is wrong, and what is allowed.
             GraphError: a node of your own does not fit its graph.
         """
+        config = self.config()
         from dcp_pipeline.pipeline import Pipeline
 
         save_nodes, load_nodes = tuple(self._nodes["save"]), tuple(self._nodes["load"])
-        return Pipeline(self.config(), save_nodes=save_nodes, load_nodes=load_nodes)
+        return Pipeline(config, save_nodes=save_nodes, load_nodes=load_nodes)
 
     def _set(self, key: str, value: object) -> Self:
         self._settings[key] = value

@@ -32,7 +32,11 @@ def hydra_errors(primary: Primary | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"a config names itself in its defaults list{_seen(primary)}") from None
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise _translated(error, primary) from None
 
 
@@ -48,11 +52,12 @@ def _translated(error: Exception, primary: Primary | None) -> ConfigError:
     if isinstance(cause, OmegaConfBaseException):
         return _unresolved(cause)
     if isinstance(cause, YAMLError):
-        where = (
-            f" of {primary.folder / primary.name}.yaml or of a file it extends" if primary else ""
-        )
-        return ConfigError(f"cannot read the YAML{where}: {' '.join(str(cause).split())}")
-    return _refused(cause)
+        return ConfigError(f"cannot read the YAML{_seen(primary)}: {_one_line(cause)}")
+    return _refused(cause, primary)
+
+
+def _seen(primary: Primary | None) -> str:
+    return f" (composing {primary.folder / primary.name}.yaml)" if primary else ""
 
 
 def _missing_config(error: MissingConfigException) -> ConfigError:
@@ -75,11 +80,11 @@ def _unresolved(error: OmegaConfBaseException) -> ConfigError:
     return ConfigError(f"{path}: {problem}" if path else problem, path=path)
 
 
-def _refused(error: BaseException) -> ConfigError:
+def _refused(error: BaseException, primary: Primary | None) -> ConfigError:
     problem = _first_line(error)
     match = _NO_OVERRIDE.search(problem)
     if match is None:
-        return ConfigError(" ".join(str(error).split()))
+        return ConfigError(f"{_one_line(error)}{_seen(primary)}")
     path = match[1]
     if path in GROUPS:
         return ConfigError(
@@ -92,6 +97,10 @@ def _refused(error: BaseException) -> ConfigError:
         hint = did_you_mean(path, GROUPS)
         return ConfigError(f"{path}: unknown group; allowed: {allowed}{hint}", path=path)
     return ConfigError(f"{path}: {problem}", path=path)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,42 @@
+"""What the configs of the kinds build."""
+
+import importlib
+from typing import Any
+
+import pytest
+
+from dcp_pipeline.core.registry import GROUPS, TRANSFORM, kinds, model_of
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "cast": {"keys": ["model.*"], "dtype": "bfloat16"},
+    "exclude": {"keys": ["model.*"]},
+    "include": {"keys": ["model.*"]},
+}
+
+MADE = {
+    ("stager", "host"): "staging.host:HostStager",
+    ("stager", "inplace"): "staging.inplace:InplaceStager",
+    ("planner", "default"): "planning.default:DefaultPlanner",
+    ("coordination", "process_group"): "coordination.process_group:ProcessGroupCoordination",
+    ("coordination", "single_process"): "coordination.single_process:SingleProcessCoordination",
+    ("serialization", "safetensors"): "serialization.safetensors:SafetensorsSerialization",
+    ("serialization", "torch_save"): "serialization.torch_save:TorchSaveSerialization",
+    ("layout", "dcp"): "layout.dcp:DcpLayout",
+    ("storage", "filesystem"): "storage.filesystem:FileSystemStorage",
+    ("storage", "memory"): "storage.memory:MemoryStorage",
+    ("transform", "cast"): "rules.cast:CastRule",
+    ("transform", "exclude"): "rules.exclude:ExcludeRule",
+    ("transform", "include"): "rules.include:IncludeRule",
+}
+
+
+def test_every_kind_is_listed_here() -> None:
+    assert set(MADE) == {(group, kind) for group in (*GROUPS, TRANSFORM) for kind in kinds(group)}
+
+
+@pytest.mark.parametrize(("group", "kind"), list(MADE))
+def test_build(group: str, kind: str) -> None:
+    module, _, name = MADE[group, kind].partition(":")
+    config = model_of(group, kind).model_validate({"kind": kind, **REQUIRED.get(kind, {})})
+    expected = getattr(importlib.import_module(f"dcp_pipeline.{module}"), name)
+    assert type(config.build()) is expected
