@@ -19,13 +19,13 @@ class DefaultPlannerConfig(KindConfig):
         dedup: which of the ranks that hold a replica writes it: ``balanced`` evens out the bytes
             that the ranks write, ``lowest_rank`` takes the lowest.
         check_replicas: compare hashes of replicas, and refuse to save when they differ.
-        split_bytes: a replicated tensor larger than this is split across writers.
+        split_bytes: a replica of this size or larger may be split between two writers.
     """
 
     kind: Literal["default"] = "default"
     dedup: Literal["balanced", "lowest_rank"] = "balanced"
     check_replicas: bool = True
-    split_bytes: Bytes = 4 * 1024**2
+    split_bytes: Bytes = 4096
 
     def build(self) -> DefaultPlanner:
         """Make the planner."""

@@ -22,25 +22,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from dcp_pipeline.core.errors import StateError, UnsupportedLeafError
 from dcp_pipeline.types.dcp import MetadataIndex
 from dcp_pipeline.types.dtypes import dtype_name
+from dcp_pipeline.types.entries import Piece
 
-__all__ = ["Piece", "ShardedValue", "pieces_of"]
+__all__ = ["ShardedValue", "pieces_of"]
 
 Runs = list[tuple[int, int]]
 """Ranges ``(start, length)`` of one dimension, in the order in which the local tensor holds them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of the global tensor and this rank's memory of it.
-
-    Attributes:
-        offsets, sizes: the box, one number per dimension.
-        data: local view of shape ``sizes``.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    data: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

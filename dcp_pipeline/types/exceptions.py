@@ -50,13 +50,20 @@ def joint_error(step: str, failures: Failures, own_rank: int) -> CheckpointExcep
 
 
 def _message(step: str, failures: Failures) -> str:
-    if len({f"{type(error).__name__}{error}" for error, _ in failures.values()}) == 1:
-        ranks = sorted(failures)
+    ranks = sorted(failures)
+    errors = {rank: failures[rank][0] for rank in ranks}
+    if len({f"{type(error).__name__}{error}" for error in errors.values()}) == 1:
+        error = errors[ranks[0]]
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        error = failures[ranks[0]][0]
-        return f"{step} failed on {where}: {_sentence(error)}"
-    lines = [f"rank {rank}: {_sentence(failures[rank][0])}" for rank in sorted(failures)]
-    return f"{step} failed on {len(failures)} ranks:\n  " + "\n  ".join(lines)
+        return f"{_place(error, step)} failed on {where}: {_sentence(error)}"
+    lines = [
+        f"rank {rank}, {_place(error, step)}: {_sentence(error)}" for rank, error in errors.items()
+    ]
+    return f"failed on {len(failures)} ranks:\n  " + "\n  ".join(lines)
+
+
+def _place(error: BaseException, step: str) -> str:
+    return str(getattr(error, "node", step))
 
 
 def _sentence(error: BaseException) -> str:

@@ -1,0 +1,39 @@
+"""A job of one process: nobody to agree with."""
+
+from __future__ import annotations
+
+from dcp_pipeline.coordination.base import Coordination
+from dcp_pipeline.coordination.exchange import decide, open_answer, wrap_message
+from dcp_pipeline.core.coordinator import Coordinator, Reduce
+
+__all__ = ["SingleProcessCoordination", "SingleProcessCoordinator"]
+
+
+class SingleProcessCoordination(Coordination):
+    """Saves and loads in this process alone, whatever ``torch.distributed`` says."""
+
+    def coordinator(
+        self, process_group: object = None, no_dist: bool = False, coordinator_rank: int = 0
+    ) -> Coordinator:
+        return SingleProcessCoordinator()
+
+
+class SingleProcessCoordinator(Coordinator):
+    """The only rank."""
+
+    rank = 0
+    world_size = 1
+    coordinator_rank = 0
+
+    def exchange(
+        self, step: str, message: bytes | BaseException, reduce: Reduce | None = None
+    ) -> bytes:
+        own = message if isinstance(message, BaseException) else None
+        answers, failed = decide(step, [wrap_message(message)], reduce, 0, 1)
+        return open_answer(step, answers[0], own or failed, 0)
+
+    def report_failure(self, error: BaseException) -> None:
+        return None
+
+    def peer_failed(self) -> bool:
+        return False

@@ -1,0 +1,1 @@
+"""Nodes, graphs, and what runs and draws them."""

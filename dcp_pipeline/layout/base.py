@@ -1,0 +1,72 @@
+"""How a checkpoint is laid out in a directory: the interface of a kind of layout."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import ClassVar
+
+from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.storage.base import Directory
+
+__all__ = ["Layout"]
+
+
+class Layout(ABC):
+    """A kind of layout: file names, and what the commit record is.
+
+    Attributes:
+        kind: its name in the config and in a manifest.
+        record: the file whose replacement commits a checkpoint.
+        checksum: algorithm of the block digests.
+        block_bytes: bytes per block.
+    """
+
+    kind: ClassVar[str]
+    record: ClassVar[str]
+    checksum: str
+    block_bytes: int
+
+    @abstractmethod
+    def data_name(self, rank: int, number: int, save_id: str, extension: str) -> str:
+        """The name of a rank's ``number``-th data file; no other save uses it."""
+
+    @abstractmethod
+    def sums_name(self, rank: int, save_id: str) -> str:
+        """The name of the file with the digests of a rank's data files."""
+
+    @abstractmethod
+    def marker_name(self, save_id: str) -> str:
+        """The name of the file that says that a save is under way."""
+
+    @abstractmethod
+    def open(self, directory: Directory) -> Manifest:
+        """Read the commit record.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            IncompleteCheckpointError: there is data, but no save was ever committed.
+            ForeignOverwriteError: plain DCP has saved over our checkpoint.
+        """
+
+    @abstractmethod
+    def companions(
+        self, manifest: Manifest, location: str, dcp_reads: bool
+    ) -> tuple[Manifest, list[tuple[str, bytes | None]]]:
+        """What is replaced after the commit record; the manifest with these written in.
+
+        Returns:
+            The manifest to commit, and ``(name, bytes or None to remove)`` in order.
+        """
+
+    @abstractmethod
+    def current(self, directory: Directory) -> tuple[bytes | None, str | None]:
+        """What a new save replaces: the record's bytes, and the digest of a superseded companion."""
+
+    @abstractmethod
+    def replaced_names(self, directory: Directory) -> Collection[str]:
+        """Names that the checkpoint in the directory owns, for deletion once it is replaced."""
+
+    @abstractmethod
+    def save_of(self, name: str) -> str | None:
+        """The first eight digits of the save id in a name that this layout makes, else ``None``."""

@@ -1,0 +1,160 @@
+"""Layout ``dcp``: a directory that plain DCP opens, with a manifest that commits it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from dcp_pipeline.core.checksum import digest_of
+from dcp_pipeline.core.errors import (
+    CheckpointNotFoundError,
+    ForeignOverwriteError,
+    IncompleteCheckpointError,
+    MissingFileError,
+)
+from dcp_pipeline.core.manifest import Manifest, MetadataEntry, check_places
+from dcp_pipeline.formats.metadata_pickle import read_metadata, write_metadata
+from dcp_pipeline.layout import names
+from dcp_pipeline.layout.base import Layout
+from dcp_pipeline.layout.dcp_metadata import manifest_of, metadata_of
+from dcp_pipeline.storage.base import Directory
+
+__all__ = ["DcpLayout"]
+
+_TAIL_BYTES = 4096
+
+
+class DcpLayout(Layout):
+    """One directory per checkpoint, described in ``docs/format.md``.
+
+    Args:
+        metadata: write DCP's ``.metadata`` too, where the serialization allows it.
+        checksum: algorithm of the block digests.
+        block_bytes: bytes per block; what a partial read verifies at least.
+        on_foreign_overwrite: what to open where plain DCP has saved over our checkpoint: nothing
+            (``error``), ours (``manifest``) or DCP's (``metadata``).
+    """
+
+    kind: ClassVar[str] = "dcp"
+    record: ClassVar[str] = names.MANIFEST
+
+    def __init__(
+        self,
+        metadata: bool = True,
+        checksum: str = "xxh3_64",
+        block_bytes: int = 64 << 10,
+        on_foreign_overwrite: Literal["error", "manifest", "metadata"] = "error",
+    ) -> None:
+        self.checksum = checksum
+        self.block_bytes = block_bytes
+        self._metadata = metadata
+        self._on_foreign_overwrite = on_foreign_overwrite
+
+    def data_name(self, rank: int, number: int, save_id: str, extension: str) -> str:
+        return names.data_name(rank, number, save_id, extension)
+
+    def sums_name(self, rank: int, save_id: str) -> str:
+        return names.sums_name(rank, save_id)
+
+    def marker_name(self, save_id: str) -> str:
+        return names.marker_name(save_id)
+
+    def save_of(self, name: str) -> str | None:
+        return names.save_of(name)
+
+    def open(self, directory: Directory) -> Manifest:
+        try:
+            manifest = Manifest.decode(directory.read(names.MANIFEST))
+        except MissingFileError:
+            return self._open_plain(directory)
+        if not _is_foreign(manifest, directory):
+            return manifest
+        if self._on_foreign_overwrite == "manifest":
+            return manifest
+        if self._on_foreign_overwrite == "metadata":
+            return self._open_plain(directory)
+        raise ForeignOverwriteError(
+            f"{directory.location} holds two checkpoints: {names.MANIFEST} of save"
+            f" {manifest.save_id}, and a {names.METADATA} that plain torch.distributed.checkpoint"
+            " wrote over it later. layout.on_foreign_overwrite=manifest opens the first,"
+            " =metadata the second"
+        )
+
+    def _open_plain(self, directory: Directory) -> Manifest:
+        """A checkpoint of plain DCP, committed when ``.metadata`` is there."""
+        try:
+            data = directory.read(names.METADATA)
+        except MissingFileError:
+            raise _nothing_there(directory) from None
+        sizes = {name: directory.size(name) for name in directory.names() if names.is_data(name)}
+        manifest = manifest_of(read_metadata(data), sizes)
+        for entry in manifest.files:
+            if entry.size < 0:
+                raise MissingFileError(
+                    f"{entry.name}, which .metadata names, is not in {directory.location}",
+                    entry.name,
+                )
+        check_places(manifest)
+        return manifest
+
+    def companions(
+        self, manifest: Manifest, location: str, dcp_reads: bool
+    ) -> tuple[Manifest, list[tuple[str, bytes | None]]]:
+        if not (self._metadata and dcp_reads):
+            return manifest, [(names.METADATA, None)]
+        data = write_metadata(metadata_of(manifest, location))
+        entry = MetadataEntry(len(data), digest_of("xxh3_64", data).hex())
+        return replace(manifest, metadata=entry), [(names.METADATA, data)]
+
+    def current(self, directory: Directory) -> tuple[bytes | None, str | None]:
+        record = metadata = None
+        if directory.exists(names.MANIFEST):
+            record = directory.read(names.MANIFEST)
+        if directory.exists(names.METADATA):
+            metadata = digest_of("xxh3_64", directory.read(names.METADATA)).hex()
+        return record, metadata
+
+    def replaced_names(self, directory: Directory) -> Collection[str]:
+        """Every plain DCP data file, once our manifest has replaced ``.metadata``.
+
+        Files of ours are told by their save id; DCP's names carry none, so they are taken before
+        the commit from the ``.metadata`` that is about to be superseded.
+        """
+        if not directory.exists(names.METADATA):
+            return ()
+        try:
+            metadata = read_metadata(directory.read(names.METADATA))
+            stored = (metadata.storage_data or {}).values()
+            found = {str(info.relative_path) for info in stored}
+        except Exception:
+            # What cannot be read names nothing that may be deleted.
+            return ()
+        return {name for name in found if names.is_plain_dcp_data(name)}
+
+
+def _is_foreign(manifest: Manifest, directory: Directory) -> bool:
+    """Whether ``.metadata`` belongs to a save that the manifest knows nothing of."""
+    if not directory.exists(names.METADATA):
+        return False
+    written = manifest.metadata
+    if written is not None and directory.size(names.METADATA) == written.size:
+        # The pickle ends with the save id; reading all of it would take long at scale.
+        tail = directory.read(names.METADATA, -_TAIL_BYTES, _TAIL_BYTES)
+        if manifest.save_id.encode() in tail:
+            return False
+    digest = digest_of("xxh3_64", directory.read(names.METADATA)).hex()
+    known = (manifest.superseded, None if written is None else written.digest)
+    return digest not in known
+
+
+def _nothing_there(directory: Directory) -> CheckpointNotFoundError:
+    found = directory.names()
+    if any(names.is_data(name) for name in found):
+        return IncompleteCheckpointError(
+            f"the checkpoint in {directory.location} is incomplete: its data was being written, but"
+            " no save was ever committed",
+            directory.location,
+        )
+    what = "no checkpoint in it" if found else "nothing there"
+    return CheckpointNotFoundError(f"{directory.location}: {what}", directory.location)

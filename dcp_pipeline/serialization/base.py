@@ -1,0 +1,72 @@
+"""How items become the bytes of a data file: the interface of a kind of serialization."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dcp_pipeline.core.checksum import array_digest
+from dcp_pipeline.core.packing import Column
+from dcp_pipeline.formats.typed_json import canonical
+from dcp_pipeline.types.entries import Item
+
+__all__ = ["FileImage", "Serialization"]
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """A data file before it is written: its size and where every item lies are known already.
+
+    Attributes:
+        size: bytes of the file.
+        offset, length, payload: per item, as in a :class:`ChunkTable`.
+        segments: the bytes, in order; each view is valid until the next is asked for.
+    """
+
+    size: int
+    offset: Column
+    length: Column
+    payload: Column
+    segments: Callable[[], Iterator[memoryview]]
+
+
+class Serialization(ABC):
+    """A kind of serialization.
+
+    Attributes:
+        kind: its name in the config and in a manifest.
+        extension: of data files.
+        dcp_reads: whether plain DCP can read the items.
+    """
+
+    kind: ClassVar[str]
+    extension: ClassVar[str]
+    dcp_reads: ClassVar[bool]
+
+    @abstractmethod
+    def image(self, items: Sequence[Item]) -> FileImage:
+        """Lay the items out in one file, in the order given."""
+
+    @abstractmethod
+    def encode_value(self, value: Any) -> bytes:
+        """The stored bytes of a Python value.
+
+        Raises:
+            UnsupportedLeafError: :meth:`decode_value` would refuse them.
+        """
+
+    @abstractmethod
+    def decode_value(self, data: bytes) -> Any:
+        """The value again.
+
+        Raises:
+            UnsafeCheckpointError: the bytes ask for code to be run.
+            FormatError: they are damaged.
+        """
+
+    def encode_comparable(self, value: Any) -> tuple[bytes, int]:
+        """The stored bytes, and a digest that is equal where values of two ranks are."""
+        meaning = canonical(value)
+        return self.encode_value(value), 0 if meaning is None else array_digest(meaning)

@@ -1,0 +1,100 @@
+"""From the caller's state to entries: what the save is going to write, or why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_pipeline.core.errors import CheckpointError, UnsupportedLeafError
+from dcp_pipeline.core.path import dotted
+from dcp_pipeline.core.table import Kind
+from dcp_pipeline.state.flatten import FlatState, Leaf
+from dcp_pipeline.state.pieces import pieces_of
+from dcp_pipeline.types.entries import Entry
+
+__all__ = ["EncodeValue", "collect", "tensor_of_array"]
+
+EncodeValue = Callable[[Any], tuple[bytes, int]]
+"""A value's stored bytes and the digest of its meaning; raises for what cannot be stored."""
+
+
+def collect(flat: FlatState, encode_value: EncodeValue) -> list[Entry]:
+    """The entries of a flattened state.
+
+    Raises:
+        UnsupportedLeafError: one message for every leaf that cannot be stored.
+    """
+    entries: list[Entry] = []
+    problems: list[str] = []
+    for leaf in flat.leaves:
+        try:
+            entries.append(_entry(leaf, encode_value))
+        except CheckpointError as error:
+            problems.append(f"{dotted(leaf.path)!r} is {error}")
+    if problems:
+        shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" * (len(problems) > 20))
+        raise UnsupportedLeafError(f"{len(problems)} leaves of the state cannot be stored: {shown}")
+    return _with_aliases(entries)
+
+
+def _entry(leaf: Leaf, encode_value: EncodeValue) -> Entry:
+    value = leaf.value
+    if leaf.kind in (Kind.VALUE, Kind.STREAM):
+        payload, digest = encode_value(value.getvalue() if leaf.kind is Kind.STREAM else value)
+        return Entry(leaf.path, leaf.kind, payload=payload, digest=digest)
+    if leaf.kind in (Kind.ARRAY, Kind.SCALAR):
+        value = tensor_of_array(value)
+    if value.device.type == "meta":
+        raise UnsupportedLeafError("a tensor on the meta device, which has no values")
+    sharded = pieces_of(value)
+    return Entry(
+        leaf.path,
+        leaf.kind,
+        sharded.dtype,
+        sharded.shape,
+        tuple(sharded.pieces),
+        may_repeat=sharded.may_repeat,
+    )
+
+
+def tensor_of_array(array: np.ndarray[Any, Any] | np.generic) -> torch.Tensor:
+    """A tensor over the memory of a NumPy array (copied where torch cannot share it).
+
+    Raises:
+        UnsupportedLeafError: strings, objects, dates and records.
+    """
+    plain = np.asarray(array)
+    if plain.dtype.kind not in "biufc" or plain.dtype.itemsize > 16:
+        raise UnsupportedLeafError(f"a NumPy value of dtype {plain.dtype}")
+    native = plain.astype(plain.dtype.newbyteorder("="), copy=False)
+    if not native.flags.writeable or any(stride < 0 for stride in native.strides):
+        native = native.copy()
+    try:
+        return torch.from_numpy(native)
+    except TypeError as error:
+        raise UnsupportedLeafError(f"a NumPy value of dtype {plain.dtype}") from error
+
+
+def _with_aliases(entries: list[Entry]) -> list[Entry]:
+    """Entries over the very same memory point at the first of them, so that it is stored once."""
+    first: dict[object, int] = {}
+    result: list[Entry] = []
+    for position, entry in enumerate(entries):
+        identity = _memory_of(entry)
+        earlier = position if identity is None else first.setdefault(identity, position)
+        result.append(entry if earlier == position else replace(entry, alias=earlier))
+    return result
+
+
+def _memory_of(entry: Entry) -> object:
+    if not entry.pieces:
+        return None
+    places = tuple(
+        (piece.data.data_ptr(), piece.data.stride(), piece.offsets, piece.sizes)
+        for piece in entry.pieces
+    )
+    return (entry.kind, entry.dtype, entry.shape, str(entry.pieces[0].data.device), places)

@@ -1,0 +1,78 @@
+"""The state of one rank on its way through the save: entries, their pieces, and what is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dcp_pipeline.core.path import Path
+from dcp_pipeline.core.table import KeySpec, Kind
+
+__all__ = ["Entry", "Item", "Piece"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the global tensor and this rank's memory of it.
+
+    Attributes:
+        offsets, sizes: the box, one number per dimension.
+        data: local view of shape ``sizes``.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of this rank's state.
+
+    Attributes:
+        path: where it lies in the state.
+        kind: what it is there.
+        dtype: name of the element type, ``None`` for a value.
+        shape: global shape, ``()`` for a value.
+        pieces: the boxes that this rank holds; empty for a value.
+        payload: a value's stored bytes.
+        may_repeat: whether other ranks may hold the same boxes.
+        digest: of a value's meaning, to compare it between ranks; 0 where it has none.
+        alias: index of the earlier entry whose memory this one shares, or -1.
+    """
+
+    path: Path
+    kind: Kind
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    payload: bytes = b""
+    may_repeat: bool = True
+    digest: int = 0
+    alias: int = -1
+
+    @property
+    def spec(self) -> KeySpec:
+        """The entry as a key of a :class:`ChunkTable`."""
+        return KeySpec(self.path, self.kind, self.dtype, self.shape, self.alias)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What is written as one unit of a data file: a box of a tensor, or a value's bytes.
+
+    Attributes:
+        name: the key's stored name.
+        offsets, sizes: the box; empty for a value.
+        shape: the key's global shape.
+        dtype: name of the element type, ``None`` for a value.
+        data: tensor of shape ``sizes``, or the bytes.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str | None
+    data: torch.Tensor | bytes
