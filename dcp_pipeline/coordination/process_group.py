@@ -118,6 +118,15 @@ class ProcessGroupCoordinator(Coordinator):
             answer = self._scatter(answers)
         return open_answer(step, answer, own, self.rank)
 
+    def broadcast(self, step: str, data: bytes | None) -> bytes:
+        source = self._global(self.coordinator_rank)
+        with self._control.lock, _collective(step, self.rank):
+            length = torch.tensor([len(data or b"")])
+            dist.broadcast(length, source, self._group)
+            buffer = torch.empty(int(length), dtype=torch.uint8) if data is None else _tensor(data)
+            dist.broadcast(buffer, source, self._group)
+        return buffer.numpy().tobytes() if data is None else data
+
     def _gather(self, message: bytes) -> list[bytes] | None:
         length = torch.tensor([len(message)])
         if not self.is_coordinator:

@@ -32,6 +32,10 @@ class SingleProcessCoordinator(Coordinator):
         answers, failed = decide(step, [wrap_message(message)], reduce, 0, 1)
         return open_answer(step, answers[0], own or failed, 0)
 
+    def broadcast(self, step: str, data: bytes | None) -> bytes:
+        assert data is not None
+        return data
+
     def report_failure(self, error: BaseException) -> None:
         return None
 

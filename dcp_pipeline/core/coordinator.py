@@ -51,6 +51,10 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
+    def broadcast(self, step: str, data: bytes | None) -> bytes:
+        """The coordinator's ``data`` on every rank; the others pass ``None``."""
+
+    @abstractmethod
     def report_failure(self, error: BaseException) -> None:
         """Let the other ranks know, between two exchanges, that this one cannot go on."""
 

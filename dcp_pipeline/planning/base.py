@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from dcp_pipeline.core.packing import Column
 from dcp_pipeline.core.table import ChunkTable
-from dcp_pipeline.types.entries import Entry
+from dcp_pipeline.types.entries import Entries
 
 __all__ = ["GlobalPlan", "Planner"]
 
@@ -36,7 +36,7 @@ class Planner(ABC):
     kind: ClassVar[str]
 
     @abstractmethod
-    def local_plan(self, entries: list[Entry], rank: int, world_size: int) -> ChunkTable:
+    def local_plan(self, entries: Entries, rank: int, world_size: int) -> ChunkTable:
         """The chunks that this rank holds.
 
         One row per piece of an entry and one per value, in the order of the entries; an entry

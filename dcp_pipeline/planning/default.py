@@ -14,7 +14,7 @@ from dcp_pipeline.planning.balance import assign_writers
 from dcp_pipeline.planning.base import GlobalPlan, Planner
 from dcp_pipeline.planning.merge import merge_tables
 from dcp_pipeline.planning.replicas import check_replicas_equal, group_replicas
-from dcp_pipeline.types.entries import Entry, Piece
+from dcp_pipeline.types.entries import Entries, Piece
 from dcp_pipeline.types.memory import is_plain_memory, segments_of
 
 __all__ = ["DefaultPlanner"]
@@ -39,7 +39,7 @@ class DefaultPlanner(Planner):
         self._check_replicas = check_replicas
         self._split_bytes = split_bytes
 
-    def local_plan(self, entries: list[Entry], rank: int, world_size: int) -> ChunkTable:
+    def local_plan(self, entries: Entries, rank: int, world_size: int) -> ChunkTable:
         key: list[int] = []
         offsets: list[tuple[int, ...]] = []
         sizes: list[tuple[int, ...]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from dcp_pipeline.types.entries import Entry
+from dcp_pipeline.types.entries import Entries
 
 __all__ = ["Stager"]
 
@@ -20,7 +20,7 @@ class Stager(ABC):
     is_snapshot: ClassVar[bool]
 
     @abstractmethod
-    def stage(self, entries: list[Entry]) -> list[Entry]:
+    def stage(self, entries: Entries) -> Entries:
         """The same entries over memory that the rest of the save may read.
 
         Only the bytes of each piece are taken, not the storage behind it, and memory that several

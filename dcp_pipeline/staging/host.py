@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from dcp_pipeline.staging.base import Stager
-from dcp_pipeline.types.entries import Entry, Piece
+from dcp_pipeline.types.entries import Entries, Piece
 
 __all__ = ["HostStager"]
 
@@ -31,9 +31,9 @@ class HostStager(Stager):
         """Bytes that the kept buffer holds."""
         return self._arena.numel()
 
-    def stage(self, entries: list[Entry]) -> list[Entry]:
+    def stage(self, entries: Entries) -> Entries:
         self._reserve(sum(_room(piece) for e in entries if e.alias < 0 for piece in e.pieces))
-        staged: list[Entry] = []
+        staged = Entries()
         position = 0
         for entry in entries:
             if entry.alias >= 0:
@@ -72,7 +72,7 @@ def _room(piece: Piece) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _wait_for_devices(entries: list[Entry]) -> None:
+def _wait_for_devices(entries: Entries) -> None:
     devices = {piece.data.device for entry in entries for piece in entry.pieces}
     for device in devices:
         if device.type != "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from dcp_pipeline.staging.base import Stager
-from dcp_pipeline.types.entries import Entry
+from dcp_pipeline.types.entries import Entries
 
 __all__ = ["InplaceStager"]
 
@@ -18,5 +18,5 @@ class InplaceStager(Stager):
 
     is_snapshot: ClassVar[bool] = False
 
-    def stage(self, entries: list[Entry]) -> list[Entry]:
+    def stage(self, entries: Entries) -> Entries:
         return entries

@@ -14,7 +14,7 @@ from dcp_pipeline.core.path import dotted
 from dcp_pipeline.core.table import Kind
 from dcp_pipeline.state.flatten import FlatState, Leaf
 from dcp_pipeline.state.pieces import pieces_of
-from dcp_pipeline.types.entries import Entry
+from dcp_pipeline.types.entries import Entries, Entry
 
 __all__ = ["EncodeValue", "collect", "tensor_of_array"]
 
@@ -22,13 +22,13 @@ EncodeValue = Callable[[Any], tuple[bytes, int]]
 """A value's stored bytes and the digest of its meaning; raises for what cannot be stored."""
 
 
-def collect(flat: FlatState, encode_value: EncodeValue) -> list[Entry]:
+def collect(flat: FlatState, encode_value: EncodeValue) -> Entries:
     """The entries of a flattened state.
 
     Raises:
         UnsupportedLeafError: one message for every leaf that cannot be stored.
     """
-    entries: list[Entry] = []
+    entries = Entries()
     problems: list[str] = []
     for leaf in flat.leaves:
         try:
@@ -79,10 +79,10 @@ def tensor_of_array(array: np.ndarray[Any, Any] | np.generic) -> torch.Tensor:
         raise UnsupportedLeafError(f"a NumPy value of dtype {plain.dtype}") from error
 
 
-def _with_aliases(entries: list[Entry]) -> list[Entry]:
+def _with_aliases(entries: Entries) -> Entries:
     """Entries over the very same memory point at the first of them, so that it is stored once."""
     first: dict[object, int] = {}
-    result: list[Entry] = []
+    result = Entries()
     for position, entry in enumerate(entries):
         identity = _memory_of(entry)
         earlier = position if identity is None else first.setdefault(identity, position)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from dcp_pipeline.core.path import Path
 from dcp_pipeline.core.table import KeySpec, Kind
 
-__all__ = ["Entry", "Item", "Piece"]
+__all__ = ["Entries", "Entry", "Item", "Piece"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +77,28 @@ class Item:
     shape: tuple[int, ...]
     dtype: str | None
     data: torch.Tensor | bytes
+
+
+class Entries(list[Entry]):
+    """The entries of one rank's state, in the order of the state."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct memory behind the entries."""
+        return sum(
+            len(entry.payload) + sum(p.data.numel() * p.data.element_size() for p in entry.pieces)
+            for entry in self
+            if entry.alias < 0
+        )
+
+    def keeping(self, wanted: Sequence[bool]) -> Entries:
+        """The entries that are wanted; an alias of one that is not becomes its own."""
+        place: dict[int, int] = {}
+        kept = Entries()
+        for position, (entry, is_wanted) in enumerate(zip(self, wanted, strict=True)):
+            if not is_wanted:
+                continue
+            source = position if entry.alias < 0 else entry.alias
+            alias = place.setdefault(source, len(kept))
+            kept.append(replace(entry, alias=-1 if alias == len(kept) else alias))
+        return kept

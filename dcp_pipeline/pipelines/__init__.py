@@ -1,0 +1,1 @@
+"""The two graphs, each readable from top to bottom: ``save`` and ``load``."""

@@ -1,0 +1,104 @@
+"""One save under way: who takes part, where it goes, and what has to be undone if it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+from dcp_pipeline.core.coordinator import Coordinator
+from dcp_pipeline.core.errors import CheckpointError, PeerFailedError
+from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.core.path import Path
+from dcp_pipeline.pipelines.parts import Parts
+from dcp_pipeline.pipelines.values import CoordinatorPlan
+from dcp_pipeline.storage.base import Directory
+
+__all__ = ["Heartbeat", "SaveJob"]
+
+logger = logging.getLogger("dcp_pipeline")
+
+
+@dataclass
+class SaveJob:
+    """State of one save on one rank.
+
+    Attributes:
+        parts: what the config built.
+        coordinator: the ranks that take part.
+        directory: where the checkpoint goes.
+        save_id: 32 hexadecimal digits, once agreed.
+        written: names of the files that this rank has made.
+        may_delete: whether this rank may still delete them: until the coordinator may have
+            committed them.
+        has_tried_to_commit: on the coordinator, whether the commit record may be replaced by now.
+        empty: containers of this rank's state that held nothing.
+        heartbeat, plan: on the coordinator only.
+    """
+
+    parts: Parts
+    coordinator: Coordinator
+    directory: Directory
+    save_id: str = ""
+    written: list[str] = field(default_factory=list)
+    may_delete: bool = True
+    has_tried_to_commit: bool = False
+    empty: list[tuple[Path, str]] = field(default_factory=list)
+    heartbeat: Heartbeat | None = None
+    plan: CoordinatorPlan | None = None
+
+    def check_peers(self) -> None:
+        """Raise if another rank has failed meanwhile."""
+        if self.coordinator.peer_failed():
+            raise PeerFailedError(f"rank {self.coordinator.rank} stopped: another rank has failed")
+
+    def abandon(self) -> None:
+        """Remove what this rank has written for a save that failed; in doubt leave it."""
+        if self.may_delete and self.written:
+            with contextlib.suppress(CheckpointError):
+                self.directory.delete(self.written)
+        if self.heartbeat is not None:
+            self.heartbeat.stop(remove=self.may_delete)
+
+    def finish(self) -> None:
+        """Remove the marker of a save that is committed."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop(remove=True)
+
+
+class Heartbeat:
+    """The marker that says that a save is under way, renewed while it is.
+
+    Args:
+        directory: where the checkpoint goes.
+        name: of the marker.
+        stale_after: seconds after which others take a marker that is not renewed for dead.
+    """
+
+    def __init__(self, directory: Directory, name: str, stale_after: float) -> None:
+        self._directory = directory
+        self._name = name
+        self._stopped = threading.Event()
+        directory.put(name, ProcessIdentity.current().encode(started_at=time.time()))
+        directory.sync()
+        self._thread = threading.Thread(
+            target=self._renew, args=(stale_after / 4,), name="dcp_pipeline heartbeat", daemon=True
+        )
+        self._thread.start()
+
+    def _renew(self, interval: float) -> None:
+        while not self._stopped.wait(interval):
+            try:
+                self._directory.renew(self._name)
+            except (CheckpointError, OSError) as error:
+                logger.warning("the marker %s could not be renewed: %s", self._name, error)
+
+    def stop(self, remove: bool) -> None:
+        """End the renewals; ``remove`` takes the marker away too."""
+        self._stopped.set()
+        self._thread.join()
+        if remove:
+            with contextlib.suppress(CheckpointError, OSError):
+                self._directory.delete([self._name])

@@ -1,0 +1,44 @@
+"""The save, from the caller's state to a committed checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dcp_pipeline.graph.graph import Graph
+from dcp_pipeline.graph.node import Node
+from dcp_pipeline.pipelines.parts import Parts
+from dcp_pipeline.pipelines.steps import collect, save_agree, save_commit, save_plan, save_write
+
+__all__ = ["save_graph"]
+
+
+def save_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
+    """The graph that every rank runs to save; ``extra`` are a user's further nodes."""
+    graph = Graph(
+        "save",
+        [
+            # Expand Stateful objects, name every leaf, refuse what cannot be stored.
+            Node("collect", collect.collect_entries, ("state", "job"), ("entries",)),
+            # Take the snapshot. Nothing behind this reads the caller's memory if it is one.
+            Node("stage", parts.stager.stage, ("entries",), ("staged",)),
+            # The chunks that this rank holds.
+            Node("plan", save_plan.local_plan, ("staged", "job"), ("local_plan",)),
+            # All ranks: one checkpoint, one config, no replicas, exact tiling, even shares.
+            Node(
+                "agree", save_agree.agree, ("local_plan", "job"), ("share",), coordinates=True
+            ),
+            # Stream this rank's share to storage, hashing every block.
+            Node("write", save_write.write, ("staged", "share", "job"), ("receipt",)),
+            # All ranks: every receipt fits the plan; then the checkpoint starts to exist.
+            Node(
+                "commit", save_commit.commit, ("share", "receipt", "job"), ("manifest",),
+                coordinates=True,
+            ),
+        ],
+        inputs=("state", "job"),
+    )  # fmt: skip
+    for position, rule in enumerate(parts.rules):
+        if rule.acts_on_save:
+            node = Node(f"{rule.kind} {position}", rule.on_save, ("entries",), ("entries",))
+            graph = graph.through("entries", node)
+    return graph.adding(*extra)

@@ -1,0 +1,1 @@
+"""What the nodes of the two graphs do."""

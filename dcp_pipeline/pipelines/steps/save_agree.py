@@ -1,0 +1,117 @@
+"""Node ``agree`` of the save: one checkpoint, one config, one plan."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import numpy as np
+
+from dcp_pipeline.core.errors import CheckpointExistsError, DisagreementError
+from dcp_pipeline.core.framing import frame, unframe
+from dcp_pipeline.core.packing import pack_columns, unpack_columns
+from dcp_pipeline.core.path import Path, decode_path, encode_path
+from dcp_pipeline.core.table import ChunkTable, KeySpec
+from dcp_pipeline.pipelines.job import Heartbeat, SaveJob
+from dcp_pipeline.pipelines.values import CoordinatorPlan, Share
+from dcp_pipeline.planning.base import GlobalPlan
+
+__all__ = ["agree", "same_everywhere"]
+
+
+def agree(
+    local_plan: ChunkTable | None, job: SaveJob, failure: BaseException | None
+) -> Share:
+    """Send the local plan, receive this rank's share of the global one."""
+    message: bytes | BaseException
+    if failure is not None or local_plan is None:
+        message = failure or RuntimeError("there is no local plan")
+    else:
+        header = {
+            "checkpoint_id": job.directory.location,
+            "config": job.parts.config.digest(),
+            "empty": [[encode_path(path), kind] for path, kind in job.empty],
+        }
+        message = frame(header, local_plan.pack())
+    answer = job.coordinator.exchange("agree", message, lambda messages: _decide(messages, job))
+    header, (columns,) = unframe(answer)
+    job.save_id = header["save_id"]
+    unpacked = unpack_columns(columns)
+    assert local_plan is not None
+    return Share(
+        tuple(header["names"]),
+        unpacked["row"],
+        unpacked["offsets"],
+        unpacked["sizes"],
+        header["nbytes"],
+    )
+
+
+def same_everywhere(headers: list[dict[str, Any]]) -> None:
+    """Raise unless all ranks name the same checkpoint and config.
+
+    Raises:
+        DisagreementError: naming what each group of ranks has.
+    """
+    for member, what in (("checkpoint_id", "checkpoint"), ("config", "config (digests)")):
+        ranks: dict[str, list[int]] = {}
+        for rank, header in enumerate(headers):
+            ranks.setdefault(header[member], []).append(rank)
+        if len(ranks) > 1:
+            sides = "; ".join(f"ranks {who}: {value}" for value, who in ranks.items())
+            raise DisagreementError(f"the ranks do not name the same {what}: {sides}")
+
+
+def _decide(messages: list[bytes], job: SaveJob) -> list[bytes]:
+    """On the coordinator: the global plan, and each rank's share of it."""
+    unframed = [unframe(message) for message in messages]
+    headers = [header for header, _ in unframed]
+    same_everywhere(headers)
+    cache: dict[bytes, tuple[KeySpec, ...]] = {}
+    tables = [ChunkTable.unpack(blobs[0], cache) for _, blobs in unframed]
+    plan = job.parts.planner.global_plan(tables)
+    _start(job, plan, _empty(headers, plan))
+    return [_answer(plan, rank, job.save_id) for rank in range(len(tables))]
+
+
+def _empty(headers: list[dict[str, Any]], plan: GlobalPlan) -> tuple[tuple[Path, str], ...]:
+    """Containers that are empty wherever they are; on other ranks keys may lie below them."""
+    inner = {spec.path[:depth] for spec in plan.table.keys for depth in range(len(spec.path))}
+    found = {decode_path(path): kind for header in headers for path, kind in header["empty"]}
+    return tuple((path, kind) for path, kind in found.items() if path not in inner)
+
+
+def _start(job: SaveJob, plan: GlobalPlan, empty: tuple[tuple[Path, str], ...]) -> None:
+    """Look at what is there, and say that a save is under way."""
+    directory, layout = job.directory, job.parts.layout
+    record, superseded = layout.current(directory)
+    if job.parts.config.overwrite == "error" and (record is not None or superseded is not None):
+        raise CheckpointExistsError(
+            f"{directory.location} holds a checkpoint already and overwrite is 'error': save"
+            " elsewhere, or set overwrite=replace",
+            directory.location,
+        )
+    directory.prepare()
+    save_id = uuid.uuid4().hex
+    replaced = frozenset(layout.replaced_names(directory))
+    job.plan = CoordinatorPlan(plan, empty, record, superseded, replaced)
+    job.heartbeat = Heartbeat(
+        directory, layout.marker_name(save_id), job.parts.storage.stale_after
+    )
+    job.save_id = save_id
+
+
+def _answer(plan: GlobalPlan, rank: int, save_id: str) -> bytes:
+    table = plan.table
+    begin, end = np.searchsorted(table.owner, [rank, rank + 1])
+    columns = {
+        "row": plan.row[begin:end],
+        "offsets": table.offsets[begin:end],
+        "sizes": table.sizes[begin:end],
+    }
+    header = {
+        "save_id": save_id,
+        "names": [plan.names[key] for key in plan.keys[rank]],
+        "nbytes": int(table.take(np.arange(begin, end)).nbytes.sum()),
+    }
+    return frame(header, pack_columns(columns))

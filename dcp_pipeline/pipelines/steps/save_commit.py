@@ -1,0 +1,218 @@
+"""Node ``commit``: the only point at which a checkpoint starts to exist."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import torch
+
+from dcp_pipeline.core.errors import (
+    CheckpointError,
+    ConcurrentSaveError,
+    CoordinationError,
+    FormatError,
+    PeerFailedError,
+)
+from dcp_pipeline.core.framing import frame, unframe
+from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.core.manifest import FileEntry, Manifest, SumsEntry, check_places
+from dcp_pipeline.core.packing import pack_columns, unpack_columns
+from dcp_pipeline.core.table import ChunkTable
+from dcp_pipeline.layout.names import marker_save_id
+from dcp_pipeline.pipelines.job import SaveJob
+from dcp_pipeline.pipelines.values import CoordinatorPlan, Receipt, Share
+from dcp_pipeline.storage.base import Directory
+
+__all__ = ["commit", "live_saves"]
+
+logger = logging.getLogger("dcp_pipeline")
+
+_UNCERTAIN = "it is not known whether the save was committed"
+
+
+def commit(
+    share: Share | None, receipt: Receipt | None, job: SaveJob, failure: BaseException | None
+) -> Manifest:
+    """Send the receipt; the coordinator checks all of them and publishes the manifest."""
+    message: bytes | BaseException
+    if failure is not None or receipt is None:
+        message = failure or RuntimeError("there is no receipt")
+    else:
+        message = _encode(receipt)
+    try:
+        answer = job.coordinator.exchange(
+            "commit", message, lambda messages: _publish(messages, job)
+        )
+    except CoordinationError as error:
+        # Contact was lost or the outcome is open: the files may belong to a committed checkpoint,
+        # unless this is the coordinator and it never tried.
+        is_settled = job.coordinator.is_coordinator and not job.has_tried_to_commit
+        job.may_delete = is_settled or isinstance(error, PeerFailedError)
+        raise
+    job.may_delete = False
+    data = job.coordinator.broadcast("commit", answer if job.coordinator.is_coordinator else None)
+    return Manifest.decode(data)
+
+
+def _encode(receipt: Receipt) -> bytes:
+    header = {
+        "files": [[entry.name, entry.size] for entry in receipt.files],
+        "sums": receipt.sums and [receipt.sums.name, receipt.sums.size, receipt.sums.digest],
+    }
+    columns = {
+        "file": receipt.file,
+        "offset": receipt.offset,
+        "length": receipt.length,
+        "payload": receipt.payload,
+    }
+    return frame(header, pack_columns(columns))
+
+
+def _publish(messages: list[bytes], job: SaveJob) -> list[bytes]:
+    """On the coordinator: check, replace the commit record, tidy up."""
+    plan = job.plan
+    assert plan is not None
+    manifest = _assemble(messages, plan, job)
+    check_places(manifest)
+    directory, layout = job.directory, job.parts.layout
+    manifest, also = layout.companions(
+        manifest, directory.location, job.parts.serialization.dcp_reads
+    )
+    record = manifest.encode()
+    job.has_tried_to_commit = True
+    try:
+        directory.commit(layout.record, record, plan.record, also)
+    except ConcurrentSaveError:
+        raise
+    except BaseException as error:
+        _settle_doubt(directory, layout.record, record, plan.record, error)
+    _tidy(job, plan)
+    answers = [b""] * job.coordinator.world_size
+    answers[job.coordinator.rank] = record
+    return answers
+
+
+def _settle_doubt(
+    directory: Directory, name: str, record: bytes, before: bytes | None, error: BaseException
+) -> None:
+    """Find out what a commit that raised has done; return only if it was made.
+
+    Raises:
+        CoordinationError: that cannot be told, so nothing may be deleted.
+        the error itself: the record is what it was before.
+    """
+    try:
+        found = directory.read(name) if directory.exists(name) else None
+    except CheckpointError as reading:
+        raise CoordinationError(f"{_UNCERTAIN}: {error}; then {reading}") from error
+    if found == record:
+        logger.warning(
+            "the save into %s is committed, but finishing it failed: %s", directory.location, error
+        )
+        return
+    if found == before:
+        raise error
+    raise CoordinationError(f"{_UNCERTAIN}: {error}; {name} holds yet another save") from error
+
+
+def _assemble(messages: list[bytes], plan: CoordinatorPlan, job: SaveJob) -> Manifest:
+    """The manifest, if the receipts fit the plan."""
+    files: list[FileEntry] = []
+    sums: list[SumsEntry] = []
+    columns: dict[str, list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]]] = {
+        name: [] for name in ("file", "offset", "length", "payload")
+    }
+    table = plan.plan.table
+    planned = np.bincount(table.owner, minlength=len(messages))
+    for rank, message in enumerate(messages):
+        header, (packed,) = unframe(message)
+        received = unpack_columns(packed)
+        count = len(received["file"])
+        if count != planned[rank] or bool(count) != bool(header["sums"]):
+            raise FormatError(
+                f"rank {rank} reports {count} chunks, {planned[rank]} were planned for it"
+            )
+        received["file"] = received["file"] + len(files)
+        for name, parts in columns.items():
+            parts.append(received[name])
+        files += [FileEntry(name, size) for name, size in header["files"]]
+        if header["sums"]:
+            sums.append(SumsEntry(*header["sums"]))
+    placed = replace(table, **{name: np.concatenate(parts) for name, parts in columns.items()})
+    layout = job.parts.layout
+    return Manifest(
+        save_id=job.save_id,
+        created=time.time(),
+        world_size=job.coordinator.world_size,
+        serialization=job.parts.serialization.kind,
+        layout=layout.kind,
+        names=plan.plan.names,
+        table=_sorted(placed),
+        files=tuple(files),
+        sums=tuple(sums),
+        checksum=layout.checksum,
+        block_bytes=layout.block_bytes,
+        versions=_versions(),
+        config=job.parts.recorded_config(),
+        empty=plan.empty,
+        superseded=plan.superseded,
+    )
+
+
+def _sorted(table: ChunkTable) -> ChunkTable:
+    return replace(table.sort(), digest=np.zeros(len(table), np.int64))
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("dcp-pipeline")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {
+        "dcp_pipeline": own,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def _tidy(job: SaveJob, plan: CoordinatorPlan) -> None:
+    """Delete what the replaced checkpoint and dead saves have left; never fails the save."""
+    directory = job.directory
+    try:
+        found = directory.names()
+        # Read after the listing: a save that committed meanwhile is either in its marker or here.
+        current = Manifest.decode(directory.read(job.parts.layout.record))
+        kept = {entry.name for entry in (*current.files, *current.sums)}
+        alive = live_saves(directory, found, job.parts.storage.stale_after) | {job.save_id[:8]}
+        save_of = job.parts.layout.save_of
+        dead = [
+            name
+            for name in found
+            if (save := save_of(name)) is not None and save not in alive and name not in kept
+        ]
+        directory.delete([*dead, *(plan.replaced & set(found))])
+    except (CheckpointError, OSError) as error:
+        logger.warning("old files in %s could not be removed: %s", directory.location, error)
+
+
+def live_saves(directory: Directory, found: Iterable[str], stale_after: float) -> set[str]:
+    """The first eight digits of the ids of saves that are under way in a directory."""
+    alive = set()
+    for name in found:
+        save_id = marker_save_id(name)
+        if save_id is None:
+            continue
+        try:
+            owner = ProcessIdentity.parse(directory.read(name))
+            age = directory.age(name)
+        except CheckpointError:
+            continue
+        if not (owner is not None and owner.is_gone()) and age <= stale_after:
+            alive.add(save_id[:8])
+    return alive

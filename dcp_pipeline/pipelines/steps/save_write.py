@@ -1,0 +1,154 @@
+"""Node ``write``: stream this rank's share to storage, hashing every block on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcp_pipeline.core.checksum import block_digests
+from dcp_pipeline.core.errors import PeerFailedError
+from dcp_pipeline.core.manifest import FileEntry, SumsEntry
+from dcp_pipeline.core.sums import BlockSums, encode_sums, sums_digest
+from dcp_pipeline.pipelines.job import SaveJob
+from dcp_pipeline.pipelines.values import Receipt, Share
+from dcp_pipeline.serialization.base import FileImage
+from dcp_pipeline.types.entries import Entries, Item, Piece
+
+__all__ = ["split_evenly", "write"]
+
+_SMALLEST_FILE = 4 << 20
+
+
+def write(staged: Entries, share: Share, job: SaveJob) -> Receipt:
+    """Write this rank's data files and their digests; all durable when this returns."""
+    items = list(_items(staged, share))
+    if not items:
+        nothing = np.zeros(0, np.int64)
+        return Receipt((), None, nothing, nothing, nothing, nothing, 0)
+    parts = split_evenly([_nbytes(item) for item in items], job.parts.storage.thread_count)
+    files = _write_files(job, [items[part] for part in parts])
+    entries = tuple(FileEntry(file.sums.name, file.image.size) for file in files)
+    sums = _write_sums(job, [file.sums for file in files])
+    job.directory.sync()
+    images = [file.image for file in files]
+    counts = [len(image.offset) for image in images]
+    return Receipt(
+        files=entries,
+        sums=sums,
+        file=np.repeat(np.arange(len(files), dtype=np.int64), counts),
+        offset=np.concatenate([image.offset for image in images]),
+        length=np.concatenate([image.length for image in images]),
+        payload=np.concatenate([image.payload for image in images]),
+        nbytes=sum(image.size for image in images),
+    )
+
+
+def split_evenly(nbytes: Sequence[int], parts: int) -> list[slice]:
+    """Cut a sequence of items into at most ``parts`` runs of about as many bytes.
+
+    >>> split_evenly([8 << 20, 8 << 20, 16 << 20], 2)
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
+    ends = np.cumsum(nbytes)
+    total = int(ends[-1])
+    parts = max(1, min(parts, total // _SMALLEST_FILE))
+    middles = ends - np.asarray(nbytes) / 2
+    part = np.minimum(middles * parts // max(total, 1), parts - 1).astype(int)
+    cuts = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(ends)]
+    return [slice(begin, end) for begin, end in zip(cuts, cuts[1:], strict=False)]
+
+
+def _nbytes(item: Item) -> int:
+    data = item.data
+    return len(data) if isinstance(data, bytes) else data.numel() * data.element_size()
+
+
+def _items(staged: Entries, share: Share) -> Iterator[Item]:
+    """The chunks of the share, each over the local memory that it is a part of."""
+    sources: list[tuple[int, Piece | None]] = []
+    for position, entry in enumerate(staged):
+        if entry.dtype is None:
+            sources.append((position, None))
+        sources.extend((position, piece) for piece in entry.pieces)
+    rows, offsets, sizes = share.row.tolist(), share.offsets.tolist(), share.sizes.tolist()
+    for row, offset, size in zip(rows, offsets, sizes, strict=True):
+        position, piece = sources[row]
+        entry, name = staged[position], share.names[position]
+        if piece is None:
+            yield Item(name, (), (), (), None, entry.payload)
+            continue
+        width = len(entry.shape)
+        begin, extent = tuple(offset[:width]), tuple(size[:width])
+        data = piece.data
+        for dimension in range(width):
+            if extent[dimension] != piece.sizes[dimension]:
+                start = begin[dimension] - piece.offsets[dimension]
+                data = data.narrow(dimension, start, extent[dimension])
+        yield Item(name, begin, extent, entry.shape, entry.dtype, data)
+
+
+@dataclass(frozen=True)
+class _Written:
+    image: FileImage
+    sums: BlockSums
+
+
+def _write_files(job: SaveJob, parts: list[list[Item]]) -> list[_Written]:
+    """One thread a file. The first error stops the others, and is the one that is raised."""
+    stop = threading.Event()
+
+    def write_one(number: int) -> _Written:
+        try:
+            return _write_file(job, number, parts[number], stop)
+        except BaseException:
+            stop.set()
+            raise
+
+    if len(parts) == 1:
+        return [write_one(0)]
+    with ThreadPoolExecutor(len(parts), "dcp_pipeline write") as pool:
+        futures = [pool.submit(write_one, number) for number in range(len(parts))]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    # A thread that only stopped because another had failed knows nothing of the cause.
+    causes = [error for error in errors if not isinstance(error, PeerFailedError)]
+    if errors:
+        raise (causes or errors)[0]
+    return [future.result() for future in futures]
+
+
+def _write_file(job: SaveJob, number: int, items: list[Item], stop: threading.Event) -> _Written:
+    layout, serialization = job.parts.layout, job.parts.serialization
+    rank = job.coordinator.rank
+    name = layout.data_name(rank, number, job.save_id, serialization.extension)
+    image = serialization.image(items)
+    digests: list[bytes] = []
+
+    def observe(data: memoryview) -> None:
+        if stop.is_set():
+            raise PeerFailedError("another thread of this rank has failed")
+        job.check_peers()
+        digests.append(block_digests(layout.checksum, data, layout.block_bytes))
+
+    _create(job, name, lambda: job.directory.write(
+        name, image.size, image.segments(), observe, layout.block_bytes
+    ))  # fmt: skip
+    sums = BlockSums(name, image.size, layout.checksum, layout.block_bytes, b"".join(digests))
+    return _Written(image, sums)
+
+
+def _write_sums(job: SaveJob, sums: list[BlockSums]) -> SumsEntry:
+    layout = job.parts.layout
+    name = layout.sums_name(job.coordinator.rank, job.save_id)
+    data = encode_sums(sums, layout.checksum, layout.block_bytes)
+    _create(job, name, lambda: job.directory.put(name, data))
+    return SumsEntry(name, len(data), sums_digest(layout.checksum, data))
+
+
+def _create(job: SaveJob, name: str, action: Callable[[], None]) -> None:
+    # Noted first: a file that was only begun has to be removed as well.
+    job.written.append(name)
+    action()

@@ -1,0 +1,69 @@
+"""What the nodes of the save hand to one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_pipeline.core.manifest import FileEntry, SumsEntry
+from dcp_pipeline.core.packing import Column
+from dcp_pipeline.core.path import Path
+from dcp_pipeline.planning.base import GlobalPlan
+
+__all__ = ["CoordinatorPlan", "Receipt", "Share"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes.
+
+    Attributes:
+        names: stored name of each key of this rank's local plan.
+        row: ``[n]`` row of the local plan that each chunk is a part of.
+        offsets, sizes: ``[n, d]`` the chunk in the global tensor.
+        nbytes: bytes of all chunks.
+    """
+
+    names: tuple[str, ...]
+    row: Column
+    offsets: Column
+    sizes: Column
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one rank has written, chunk by chunk as in its share.
+
+    Attributes:
+        files: data files, in the order that ``file`` counts them.
+        sums: the file with their digests, ``None`` for a rank without files.
+        file, offset, length, payload: ``[n]`` as in a :class:`ChunkTable`.
+        nbytes: bytes of all files.
+    """
+
+    files: tuple[FileEntry, ...]
+    sums: SumsEntry | None
+    file: Column
+    offset: Column
+    length: Column
+    payload: Column
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CoordinatorPlan:
+    """What only the coordinator keeps between ``agree`` and ``commit``.
+
+    Attributes:
+        plan: what all ranks write.
+        empty: containers that held nothing on any rank.
+        record: the commit record that this save replaces, ``None`` where there is none.
+        superseded: digest of DCP's ``.metadata`` that this save replaces.
+        replaced: plain DCP's data files that this save replaces.
+    """
+
+    plan: GlobalPlan
+    empty: tuple[tuple[Path, str], ...]
+    record: bytes | None
+    superseded: str | None
+    replaced: frozenset[str]

@@ -1,0 +1,17 @@
+"""Leaves out all keys but some."""
+
+from __future__ import annotations
+
+from dcp_pipeline.rules.base import matches
+from dcp_pipeline.rules.exclude import ExcludeRule
+
+__all__ = ["IncludeRule"]
+
+
+class IncludeRule(ExcludeRule):
+    """Leaves out what none of the globs matches; takes what ``ExcludeRule`` takes."""
+
+    kind = "include"
+
+    def wants(self, key: str) -> bool:
+        return matches(key, self._keys)
