@@ -61,18 +61,20 @@ class IncludeConfig(KindConfig):
 
 
 class CastConfig(KindConfig):
-    """Stores the tensors that any of the globs matches in another dtype."""
+    """Saves the tensors that any of the globs matches in another dtype.
+
+    What a load may convert is declared by the config's ``casts``.
+    """
 
     kind: Literal["cast"] = "cast"
     keys: Globs
     dtype: Dtype
-    on: Literal["save", "load", "both"] = "save"
 
     def build(self) -> CastRule:
         """Make the rule."""
         from dcp_pipeline.rules.cast import CastRule
 
-        return CastRule(keys=self.keys, dtype=self.dtype, on=self.on)
+        return CastRule(keys=self.keys, dtype=self.dtype)
 
 
 class DeclaredCast(FrozenModel):
