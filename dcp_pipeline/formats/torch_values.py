@@ -18,7 +18,8 @@ from dcp_pipeline.core.errors import (
     UnsafeCheckpointError,
     UnsupportedLeafError,
 )
-from dcp_pipeline.formats.inert_pickle import Factory, key_types, load_inert
+from dcp_pipeline.formats.inert_pickle import load_inert
+from dcp_pipeline.formats.pickle_values import Factory, key_types
 from dcp_pipeline.formats.zip_directory import Window, payload_offset, read_directory
 
 __all__ = ["check_readable", "read_value", "write_value"]
@@ -27,6 +28,7 @@ _MAX_ENTRIES = 1_000_000
 _TUPLES_WITHOUT_DANGER = 5_000
 _INT_BITS = 255 * 8 - 1  # torch's guarded reader knows only the short form of a long integer
 _SCALARS = (type(None), bool, float, str, complex, bytes, torch.dtype, torch.device, torch.Size)
+_HARMLESS = (bytes, frozenset)
 _lock = threading.Lock()
 
 
@@ -60,18 +62,23 @@ def read_value(
         FormatError: the item is malformed or truncated.
         UnsafeCheckpointError: it names a global that is not allowed; the message says which.
     """
+    wanted = list(safe_globals)
     if not trusted:
-        _check_item(data)
+        pickle = _check_item(data)
+        # torch's guarded reader refuses these two, b"" included, though they only hold data.
+        wanted += [kind for kind in _HARMLESS if f"\n{kind.__name__}\n".encode() in pickle]
     # torch's context manager takes away on exit what the program had allowed for itself.
     allowed = torch.serialization.get_safe_globals()
-    added = [entry for entry in safe_globals if entry not in allowed]
+    added = [entry for entry in wanted if entry not in allowed]
     try:
         if trusted or not added:
             return _load(data, trusted)
         with _lock, torch.serialization.safe_globals(added):  # type: ignore[arg-type]
             return _load(data, trusted)
+    except Warning:  # warnings are errors in this process: not the file's fault
+        raise
     except Exception as error:
-        raise _explain(data, error, safe_globals, trusted) from error
+        raise _explain(data, error, wanted, trusted) from error
 
 
 def check_readable(value: object, safe_globals: Sequence[object] = ()) -> bytes:
@@ -97,8 +104,8 @@ def _load(data: bytes | memoryview, trusted: bool) -> object:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
 
 
-def _check_item(data: bytes | memoryview) -> None:
-    """Refuse what ``torch.load`` would inflate, or would crash on while it hashes a key."""
+def _check_item(data: bytes | memoryview) -> bytes:
+    """The pickle of an item that ``torch.load`` neither inflates nor crashes on in a key's hash."""
     view = memoryview(data)
     window = Window(lambda offset, nbytes: bytes(view[offset : offset + nbytes]), len(view))
     entries = read_directory(window, _MAX_ENTRIES)
@@ -108,10 +115,11 @@ def _check_item(data: bytes | memoryview) -> None:
         raise FormatError("a zip without data.pkl: not what torch.save writes")
     pickle = window.take(payload_offset(window, record), record.size)
     if sum(pickle.count(op) for op in (b"\x85", b"\x86", b"\x87", b"t")) < _TUPLES_WITHOUT_DANGER:
-        return
+        return pickle
     builders = {_Opaque: lambda opaque, state: None, OrderedDict: lambda opaque, state: None}
     keys = key_types(_Opaque, frozenset)
     load_inert(pickle, _opaque, builders=builders, persistent=lambda key: _Opaque(), keys=keys)
+    return pickle
 
 
 class _Opaque:
@@ -175,7 +183,7 @@ def _is_plain(value: object) -> bool:
         if kind is dict or (kind is OrderedDict and not vars(item)):
             todo.extend(item)
             todo.extend(item.values())
-        elif kind is list or kind is tuple or kind is set:
+        elif kind is list or kind is tuple or kind is set or kind is frozenset:
             todo.extend(item)
         else:
             return False

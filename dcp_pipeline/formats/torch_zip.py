@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from dcp_pipeline.core.errors import FormatError, UnsafeCheckpointError
-from dcp_pipeline.formats.inert_pickle import Factory, key_types, load_inert, plain_globals
+from dcp_pipeline.formats.inert_pickle import load_inert
+from dcp_pipeline.formats.pickle_values import Factory, key_types, plain_globals
 from dcp_pipeline.formats.tensor_frame import NEW_DTYPES, TYPED_STORAGES, ZipFrame, frame_tensor
 from dcp_pipeline.formats.torch_values import check_readable, read_value, write_value
 from dcp_pipeline.formats.zip_directory import Window, payload_offset, read_directory

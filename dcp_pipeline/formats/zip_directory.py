@@ -119,9 +119,7 @@ def _end_record(window: Window) -> tuple[int, int, int, int]:
     at = window.length - _END.size
     if at < 0:
         raise FormatError(f"{window.length} bytes are too few for a zip")
-    magic, disk, first, here, count, size, start, comment = _END.unpack(
-        window.take(at, _END.size)
-    )
+    magic, disk, first, here, count, size, start, comment = _END.unpack(window.take(at, _END.size))
     if magic != b"PK\x05\x06" or comment:
         raise FormatError("not a zip, or truncated: no end record in the last 22 bytes")
     if at >= _LOCATOR.size:
