@@ -20,7 +20,7 @@ from dcp_pipeline.layout.config import DcpLayoutConfig
 from dcp_pipeline.planning.config import DefaultPlannerConfig
 from dcp_pipeline.rules.config import DeclaredCast
 from dcp_pipeline.serialization.config import TorchSaveConfig
-from dcp_pipeline.staging.config import HostStagerConfig
+from dcp_pipeline.staging.config import InplaceStagerConfig
 from dcp_pipeline.storage.config import FileSystemConfig
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ class PipelineConfig(FrozenModel):
         overwrite: whether a save ``replace``s a committed checkpoint or raises an ``error``.
     """
 
-    stager: Annotated[SerializeAsAny[KindConfig], _group("stager", "host")] = HostStagerConfig()
+    stager: Annotated[SerializeAsAny[KindConfig], _group("stager", "inplace")] = (
+        InplaceStagerConfig()
+    )
     planner: Annotated[SerializeAsAny[KindConfig], _group("planner", "default")] = (
         DefaultPlannerConfig()
     )

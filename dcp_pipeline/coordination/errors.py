@@ -52,22 +52,26 @@ def error_from_record(record: dict[str, Any]) -> tuple[BaseException, traceback.
 
 def _rebuild(record: dict[str, Any]) -> BaseException:
     name, message = str(record["type"]), str(record["message"])
-    kind = getattr(known_errors, name, None) or getattr(builtins, name, None)
-    usable = isinstance(kind, type) and issubclass(kind, (CheckpointError, Exception))
-    if not usable or name in ("UnicodeDecodeError", "UnicodeEncodeError"):
-        if name in ("KeyboardInterrupt", "SystemExit"):
-            return RemoteError(f"{name}: the rank was interrupted", name)
+    kind = _known(name)
+    if kind is None:
         return RemoteError(f"{name}: {message}", name)
-    error: BaseException = kind.__new__(kind)
     attributes = record["attributes"]
-    if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+    if issubclass(kind, OSError) and not issubclass(kind, CheckpointError):
         code = attributes.get("errno")
-        error = kind(message) if code is None else OSError(code, _reason(message, code))
-        return error
+        return kind(message) if code is None else OSError(code, _reason(message, code))
+    error = kind.__new__(kind)
     error.args = (message,)
     for attribute, value in attributes.items():
         setattr(error, attribute, value)
     return error
+
+
+def _known(name: str) -> type[Exception] | None:
+    kind = getattr(known_errors, name, None) or getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    # These cannot be made without the data that they are about.
+    return None if issubclass(kind, UnicodeError) else kind
 
 
 def _reason(message: str, code: int) -> str:

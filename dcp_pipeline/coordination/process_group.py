@@ -160,7 +160,8 @@ class ProcessGroupCoordinator(Coordinator):
             if receiver != self.rank
         ]
         for work in pending:
-            work.wait()
+            if work is not None:
+                work.wait()
         return answers[self.rank]
 
     def _global(self, rank: int) -> int:

@@ -182,9 +182,7 @@ class _SystemError(CheckpointError, OSError):
 
     _errno = _errno.EIO
 
-    def __init__(
-        self, message: str, filename: str | None = None, errno: int | None = None
-    ) -> None:
+    def __init__(self, message: str, filename: str | None = None, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = self._errno if errno is None else errno
         self.filename = filename

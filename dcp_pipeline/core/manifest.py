@@ -151,7 +151,9 @@ class Manifest:
         except (KeyError, TypeError, ValueError, IndexError, binascii.Error) as error:
             if isinstance(error, (FormatError, UnsafeCheckpointError)):
                 raise
-            raise FormatError(f"manifest.json is damaged: {type(error).__name__} {error}") from error
+            raise FormatError(
+                f"manifest.json is damaged: {type(error).__name__} {error}"
+            ) from error
 
 
 def safe_name(name: object) -> str:
@@ -201,7 +203,9 @@ def _parse(data: bytes) -> dict[str, Any]:
             f" {VERSION[0]}.x: install a newer dcp-pipeline"
         )
     if end < 0 or members.get("digest") != digest_of("xxh3_64", data[:end]).hex():
-        raise ChecksumError("manifest.json does not match its own digest: it was changed or cut off")
+        raise ChecksumError(
+            "manifest.json does not match its own digest: it was changed or cut off"
+        )
     return members
 
 

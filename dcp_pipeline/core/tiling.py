@@ -113,13 +113,13 @@ def _examine(table: ChunkTable, key: int, rows: Column) -> list[str]:
     if not len(rows):
         return [f"{name} of shape {list(spec.shape)} has no chunk on any rank"]
     if spec.dtype is None or not spec.shape:
-        return [f"{name} is held {len(rows)} times: {_describe(table, rows)}"] if len(rows) > 1 else []
+        return (
+            [f"{name} is held {len(rows)} times: {_describe(table, rows)}"] if len(rows) > 1 else []
+        )
     dimensions = len(spec.shape)
     low = table.offsets[rows, :dimensions]
     high = low + table.sizes[rows, :dimensions]
-    edges = [
-        np.unique(np.r_[0, spec.shape[d], low[:, d], high[:, d]]) for d in range(dimensions)
-    ]
+    edges = [np.unique(np.r_[0, spec.shape[d], low[:, d], high[:, d]]) for d in range(dimensions)]
     if np.prod([len(e) for e in edges], dtype=float) > _MAX_CELLS:
         return _examine_pairs(table, name, rows, low, high, spec.shape)
     cover = _coverage(edges, low, high)

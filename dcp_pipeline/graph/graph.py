@@ -60,7 +60,9 @@ class Graph:
                 f" {self.name!r} makes it; they make {', '.join(sorted(self._makers))}"
             )
         if value not in node.inputs or value not in node.outputs:
-            raise GraphError(f"node {node.name!r} has to take and give {value!r} to be put in there")
+            raise GraphError(
+                f"node {node.name!r} has to take and give {value!r} to be put in there"
+            )
         inner = f"{value} before {node.name}"
         outputs = tuple(inner if output == value else output for output in maker.outputs)
         before = _Renamed(maker, outputs=outputs)

@@ -7,12 +7,12 @@ the same load, and at most one chunk per boundary is split, whatever their numbe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from dcp_pipeline.core.packing import Column
-from dcp_pipeline.core.table import ChunkTable
+from dcp_pipeline.core.table import ChunkTable, concatenate
 from dcp_pipeline.planning.replicas import ReplicaGroups
 
 __all__ = ["assign_writers"]
@@ -44,14 +44,8 @@ def assign_writers(
     parts = [(table.take(single), row[single])]
     for members in _by_holders(table, groups, shared):
         parts.append(_spread(table, row, groups, members, loads, split_bytes))
-    merged = {
-        name: np.concatenate([getattr(part, name) for part, _ in parts])
-        for name in ("key", "owner", "file", "offset", "length", "payload", "digest")
-    } | {
-        name: np.concatenate([getattr(part, name) for part, _ in parts])
-        for name in ("offsets", "sizes")
-    }
-    return _by_owner(replace(table, **merged), np.concatenate([part for _, part in parts]))
+    merged = concatenate([part for part, _ in parts], table.keys)
+    return _by_owner(merged, np.concatenate([place for _, place in parts]))
 
 
 def _by_owner(table: ChunkTable, row: Column) -> tuple[ChunkTable, Column]:
@@ -103,15 +97,7 @@ def _spread(
         kept = np.ones(len(rows), bool)
         kept[list(splits)] = False
         extra = [_split(table, row, rows[box], cuts) for box, cuts in splits.items()]
-        tables = [pieces.take(kept), *[part for part, _ in extra]]
-        pieces = replace(
-            pieces,
-            **{
-                name: np.concatenate([getattr(part, name) for part in tables])
-                for name in ChunkTable.__dataclass_fields__
-                if name != "keys"
-            },
-        )
+        pieces = concatenate([pieces.take(kept), *[part for part, _ in extra]], table.keys)
         places = np.concatenate([places[kept], *[part for _, part in extra]])
     np.add.at(loads, pieces.owner, pieces.nbytes)
     return pieces, places
@@ -138,7 +124,11 @@ def _splits(line: _Line, nbytes: Column, split_bytes: int) -> dict[int, list[tup
     box = np.searchsorted(line.end, inner, side="right")
     splits: dict[int, list[tuple[int, float]]] = {}
     for writer, (position, cut) in enumerate(zip(box, inner, strict=True)):
-        if position < len(nbytes) and line.begin[position] < cut and nbytes[position] >= split_bytes:
+        if (
+            position < len(nbytes)
+            and line.begin[position] < cut
+            and nbytes[position] >= split_bytes
+        ):
             fraction = (int(cut) - int(line.begin[position])) / int(nbytes[position])
             splits.setdefault(int(position), []).append((writer, fraction))
     for position, cuts in splits.items():

@@ -79,7 +79,7 @@ def _first_digest(digest: Column, groups: ReplicaGroups) -> Column:
     candidate = taken[np.minimum(position, max(len(taken) - 1, 0))] if len(taken) else taken
     if not len(taken):
         return np.zeros(len(groups.sizes), np.int64)
-    inside = (position < len(taken)) & (candidate < groups.start[1:]) & (
-        candidate >= groups.start[:-1]
+    inside = (
+        (position < len(taken)) & (candidate < groups.start[1:]) & (candidate >= groups.start[:-1])
     )
     return np.where(inside, digest[candidate], 0)

@@ -60,7 +60,9 @@ class TorchSaveSerialization(Serialization):
             ],
             np.int64,
         )
-        payload = np.asarray([0 if frame is None else len(frame.head) for frame in frames], np.int64)
+        payload = np.asarray(
+            [0 if frame is None else len(frame.head) for frame in frames], np.int64
+        )
         padded = -(-length // _ALIGNMENT) * _ALIGNMENT
         offset = np.cumsum(padded) - padded
         size = int(offset[-1] + length[-1]) if len(items) else 0

@@ -77,5 +77,3 @@ def _wait_for_devices(entries: Entries) -> None:
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-
-

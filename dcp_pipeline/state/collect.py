@@ -36,7 +36,9 @@ def collect(flat: FlatState, encode_value: EncodeValue) -> Entries:
         except CheckpointError as error:
             problems.append(f"{dotted(leaf.path)!r} is {error}")
     if problems:
-        shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" * (len(problems) > 20))
+        shown = "; ".join(problems[:20]) + (
+            f"; and {len(problems) - 20} more" * (len(problems) > 20)
+        )
         raise UnsupportedLeafError(f"{len(problems)} leaves of the state cannot be stored: {shown}")
     return _with_aliases(entries)
 

@@ -91,9 +91,7 @@ def is_stateful(value: object) -> bool:
     return isinstance(value, Stateful) and not isinstance(value, (type, torch.Tensor))
 
 
-def _walk(
-    value: Any, path: Path, flat: FlatState, problems: list[str], above: list[int]
-) -> None:
+def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: list[int]) -> None:
     kind = _leaf_kind(value)
     if kind is not None:
         flat.leaves.append(Leaf(path, kind, value))

@@ -70,7 +70,9 @@ def pieces_of(value: Any) -> ShardedValue:
 
 def _of_plain(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[Piece]:
     if tensor.layout is not torch.strided:
-        raise UnsupportedLeafError(f"a tensor of layout {tensor.layout}; store its parts or to_dense()")
+        raise UnsupportedLeafError(
+            f"a tensor of layout {tensor.layout}; store its parts or to_dense()"
+        )
     if tensor.is_quantized:
         raise UnsupportedLeafError("a quantized tensor; store int_repr() and its scales")
     if tensor.is_nested:

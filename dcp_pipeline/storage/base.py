@@ -137,7 +137,11 @@ class Directory(ABC):
 
     @abstractmethod
     def commit(
-        self, name: str, data: bytes, expected: bytes | None, also: Sequence[tuple[str, bytes | None]]
+        self,
+        name: str,
+        data: bytes,
+        expected: bytes | None,
+        also: Sequence[tuple[str, bytes | None]],
     ) -> None:
         """Replace ``name`` by ``data`` in one atomic step, if it still holds ``expected``.
 

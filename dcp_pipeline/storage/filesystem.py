@@ -139,7 +139,9 @@ class FileSystemDirectory(Directory):
     def _open_link(self, path: str) -> int:
         target, root = os.path.realpath(path), os.path.realpath(self.location)
         if os.path.commonpath([target, root]) != root:
-            raise UnsafeCheckpointError(f"{path} is a link that leads out of the checkpoint: {target}")
+            raise UnsafeCheckpointError(
+                f"{path} is a link that leads out of the checkpoint: {target}"
+            )
         return os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(
@@ -196,7 +198,11 @@ class FileSystemDirectory(Directory):
             return max(0.0, time.time() - os.stat(self._path(name)).st_mtime)
 
     def commit(
-        self, name: str, data: bytes, expected: bytes | None, also: Sequence[tuple[str, bytes | None]]
+        self,
+        name: str,
+        data: bytes,
+        expected: bytes | None,
+        also: Sequence[tuple[str, bytes | None]],
     ) -> None:
         with self._locked():
             found = self.read(name) if self.exists(name) else None

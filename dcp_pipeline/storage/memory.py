@@ -101,7 +101,11 @@ class MemoryDirectory(Directory):
         return max(0.0, time.time() - self._entry(name)[1])
 
     def commit(
-        self, name: str, data: bytes, expected: bytes | None, also: Sequence[tuple[str, bytes | None]]
+        self,
+        name: str,
+        data: bytes,
+        expected: bytes | None,
+        also: Sequence[tuple[str, bytes | None]],
     ) -> None:
         with _LOCK:
             found = self._files.get(safe_name(name))

@@ -1,1 +1,1 @@
-"""What needs torch and everyone shares: DCP's types, memory views of tensors, what ``save`` raises."""
+"""What needs torch and everyone shares: DCP's types, memory of tensors, what ``save`` raises."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import traceback
-from functools import lru_cache
 
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
@@ -73,7 +72,6 @@ def _sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f" [{code}]" if code else "")
 
 
-@lru_cache(maxsize=256)
 def _combined(kind: type[BaseException]) -> type[CheckpointException]:
     """A class that is a :class:`CheckpointException` and a ``kind``."""
     if not issubclass(kind, Exception) or issubclass(kind, TorchCheckpointException):

@@ -41,7 +41,7 @@ def test_defaults() -> None:
     # The fields of the kinds are compared with the YAML files in test_yaml_files.py.
     config = PipelineConfig()
     assert {group: getattr(config, group).kind for group in GROUPS} == {
-        "stager": "host",
+        "stager": "inplace",
         "planner": "default",
         "coordination": "process_group",
         "serialization": "torch_save",

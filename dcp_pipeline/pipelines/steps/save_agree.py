@@ -19,9 +19,7 @@ from dcp_pipeline.planning.base import GlobalPlan
 __all__ = ["agree", "same_everywhere"]
 
 
-def agree(
-    local_plan: ChunkTable | None, job: SaveJob, failure: BaseException | None
-) -> Share:
+def agree(local_plan: ChunkTable | None, job: SaveJob, failure: BaseException | None) -> Share:
     """Send the local plan, receive this rank's share of the global one."""
     message: bytes | BaseException
     if failure is not None or local_plan is None:
@@ -95,9 +93,7 @@ def _start(job: SaveJob, plan: GlobalPlan, empty: tuple[tuple[Path, str], ...]) 
     save_id = uuid.uuid4().hex
     replaced = frozenset(layout.replaced_names(directory))
     job.plan = CoordinatorPlan(plan, empty, record, superseded, replaced)
-    job.heartbeat = Heartbeat(
-        directory, layout.marker_name(save_id), job.parts.storage.stale_after
-    )
+    job.heartbeat = Heartbeat(directory, layout.marker_name(save_id), job.parts.storage.stale_after)
     job.save_id = save_id
 
 

@@ -6,7 +6,6 @@ import logging
 import platform
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -144,7 +143,8 @@ def _assemble(messages: list[bytes], plan: CoordinatorPlan, job: SaveJob) -> Man
         files += [FileEntry(name, size) for name, size in header["files"]]
         if header["sums"]:
             sums.append(SumsEntry(*header["sums"]))
-    placed = replace(table, **{name: np.concatenate(parts) for name, parts in columns.items()})
+    places = {name: np.concatenate(parts) for name, parts in columns.items()}
+    placed = ChunkTable.from_columns(table.keys, table.columns("key", "owner") | places)
     layout = job.parts.layout
     return Manifest(
         save_id=job.save_id,
@@ -153,7 +153,7 @@ def _assemble(messages: list[bytes], plan: CoordinatorPlan, job: SaveJob) -> Man
         serialization=job.parts.serialization.kind,
         layout=layout.kind,
         names=plan.plan.names,
-        table=_sorted(placed),
+        table=placed.sort(),
         files=tuple(files),
         sums=tuple(sums),
         checksum=layout.checksum,
@@ -163,10 +163,6 @@ def _assemble(messages: list[bytes], plan: CoordinatorPlan, job: SaveJob) -> Man
         empty=plan.empty,
         superseded=plan.superseded,
     )
-
-
-def _sorted(table: ChunkTable) -> ChunkTable:
-    return replace(table.sort(), digest=np.zeros(len(table), np.int64))
 
 
 def _versions() -> dict[str, str]:
@@ -188,7 +184,7 @@ def _tidy(job: SaveJob, plan: CoordinatorPlan) -> None:
         found = directory.names()
         # Read after the listing: a save that committed meanwhile is either in its marker or here.
         current = Manifest.decode(directory.read(job.parts.layout.record))
-        kept = {entry.name for entry in (*current.files, *current.sums)}
+        kept = {file.name for file in current.files} | {sums.name for sums in current.sums}
         alive = live_saves(directory, found, job.parts.storage.stale_after) | {job.save_id[:8]}
         save_of = job.parts.layout.save_of
         dead = [

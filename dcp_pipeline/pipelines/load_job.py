@@ -1,0 +1,113 @@
+"""One load under way: who takes part, where it reads from, and what has to be put back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_pipeline.core.coordinator import Coordinator
+from dcp_pipeline.core.errors import PeerFailedError, RollbackFailedError, list_some
+from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.core.path import Path, dotted, is_prefix
+from dcp_pipeline.core.table import Kind
+from dcp_pipeline.pipelines.parts import Parts
+from dcp_pipeline.pipelines.report import CastRecord
+from dcp_pipeline.state.flatten import Expanded, FlatState, Undo, assign
+from dcp_pipeline.storage.base import Directory
+
+__all__ = ["LoadJob", "Rollback"]
+
+
+class Rollback:
+    """What a load has changed on this rank, and how it was before.
+
+    Args:
+        keeps_values: whether tensors are copied before they are overwritten.
+    """
+
+    def __init__(self, keeps_values: bool) -> None:
+        self._keeps_values = keeps_values
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._expanded: list[Expanded] = []
+        self._old_values: dict[Path, Any] = {}
+        self.containers = Undo()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor that is about to be overwritten."""
+        if self._keeps_values:
+            self._copies.append((tensor, tensor.detach().clone()))
+
+    def keep_values(self, flat: FlatState) -> None:
+        """Copy the Python values that ``Stateful`` objects gave, which they may share."""
+        owners = [entry.path for entry in flat.expanded]
+        self._old_values = {
+            leaf.path: copy.deepcopy(leaf.value)
+            for leaf in flat.leaves
+            if leaf.kind is not Kind.TENSOR and any(is_prefix(path, leaf.path) for path in owners)
+        }
+
+    def applying(self, entry: Expanded) -> None:
+        """Note that an object is about to take its new state."""
+        self._expanded.append(entry)
+
+    def run(self, flat: FlatState | None) -> None:
+        """Put everything back.
+
+        Raises:
+            RollbackFailedError: naming what could not be.
+        """
+        failed: list[str] = []
+        with torch.no_grad():
+            for tensor, old in reversed(self._copies):
+                _try(lambda: tensor.copy_(old), "a tensor", failed)  # noqa: B023
+        _try(self.containers.run, "containers", failed)
+        if flat is not None and self._expanded:
+            _try(lambda: assign(flat, self._old_values, Undo()), "values", failed)
+        for entry in reversed(self._expanded):
+            name = dotted(entry.path) or type(entry.owner).__name__
+            _try(lambda: entry.owner.load_state_dict(entry.state), name, failed)  # noqa: B023
+        self._copies.clear()
+        self._expanded.clear()
+        if failed:
+            raise RollbackFailedError(
+                f"the load failed and could not be undone; left changed: {list_some(failed)}"
+            )
+
+
+def _try(action: Callable[[], Any], name: str, failed: list[str]) -> None:
+    try:
+        action()
+    except Exception as error:
+        failed.append(f"{name} ({type(error).__name__}: {error})")
+
+
+@dataclass
+class LoadJob:
+    """State of one load on one rank.
+
+    Attributes:
+        parts: what the config built.
+        coordinator: the ranks that take part.
+        directory: where the checkpoint is.
+        rollback: what has been changed so far.
+        manifest: once opened.
+        bytes_read, is_verified, casts: what the read did, for the report.
+    """
+
+    parts: Parts
+    coordinator: Coordinator
+    directory: Directory
+    rollback: Rollback
+    manifest: Manifest | None = None
+    bytes_read: int = 0
+    is_verified: bool = True
+    casts: list[CastRecord] = field(default_factory=list)
+
+    def check_peers(self) -> None:
+        """Raise if another rank has failed meanwhile."""
+        if self.coordinator.peer_failed():
+            raise PeerFailedError(f"rank {self.coordinator.rank} stopped: another rank has failed")

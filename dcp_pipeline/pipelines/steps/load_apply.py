@@ -1,0 +1,84 @@
+"""Nodes ``settle`` and ``apply`` of the load: everybody has everything, or nothing has changed."""
+
+from __future__ import annotations
+
+from dcp_pipeline.core.errors import CheckpointError, RollbackFailedError
+from dcp_pipeline.pipelines.load_job import LoadJob
+from dcp_pipeline.pipelines.steps.load_read import Fetched
+from dcp_pipeline.state.flatten import FlatState, assign
+
+__all__ = ["Replaced", "apply", "settle", "settle_verify"]
+
+
+class Replaced(Exception):
+    """The checkpoint was replaced while it was read: the load starts again."""
+
+
+def settle_verify(verified: bool | None, job: LoadJob, failure: BaseException | None) -> None:
+    """Go on only if every rank could verify what it is going to read."""
+    _agree_or_undo("settle verify", None, job, failure)
+
+
+def settle(template: FlatState | None, job: LoadJob, failure: BaseException | None) -> bool:
+    """Go on only if every rank has read everything; else put all tensors back."""
+    _agree_or_undo("settle", template, job, failure)
+    return True
+
+
+def apply(
+    template: FlatState | None,
+    fetched: Fetched | None,
+    settled: bool | None,
+    job: LoadJob,
+    failure: BaseException | None,
+) -> bool:
+    """Put values in their places and let ``Stateful`` objects take their state."""
+    if failure is None and template is not None and fetched is not None:
+        try:
+            job.rollback.keep_values(template)
+            assign(template, fetched.assignments, job.rollback.containers)
+            # The inner before the outer, whose state holds the inner objects themselves.
+            for entry in reversed(template.expanded):
+                job.rollback.applying(entry)
+                entry.owner.load_state_dict(entry.state)
+        except Exception as error:
+            error.__dict__.setdefault("node", "apply")
+            failure = error
+    _agree_or_undo("apply", template, job, failure)
+    return True
+
+
+def _agree_or_undo(
+    step: str, template: FlatState | None, job: LoadJob, failure: BaseException | None
+) -> None:
+    try:
+        job.coordinator.exchange(step, failure or b"")
+    except CheckpointError as error:
+        _undo(template, job, error)
+        if _was_replaced(job):
+            raise Replaced from error
+        raise
+
+
+def _undo(template: FlatState | None, job: LoadJob, error: CheckpointError) -> None:
+    problem: BaseException = b""  # type: ignore[assignment]
+    try:
+        job.rollback.run(template)
+    except RollbackFailedError as failed:
+        failed.__cause__ = error
+        problem = failed
+    job.coordinator.exchange("rollback", problem)
+
+
+def _was_replaced(job: LoadJob) -> bool:
+    """Whether another save has replaced the checkpoint since it was opened; all ranks alike."""
+
+    def look(messages: list[bytes]) -> list[bytes]:
+        try:
+            now = job.parts.layout.open(job.directory).save_id
+        except CheckpointError:
+            now = None
+        replaced = job.manifest is not None and now not in (None, job.manifest.save_id)
+        return [b"1" if replaced else b"0"] * len(messages)
+
+    return job.coordinator.exchange("look again", b"", look) == b"1"

@@ -1,0 +1,45 @@
+"""Nodes ``collect`` and ``plan`` of the load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dcp_pipeline.core.errors import UnsupportedLeafError
+from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.pipelines.load_job import LoadJob
+from dcp_pipeline.rules.base import matches
+from dcp_pipeline.state.flatten import FlatState, flatten
+from dcp_pipeline.state.match import Match, match
+
+__all__ = ["collect_template", "is_wanted", "plan"]
+
+
+def collect_template(state: Any, job: LoadJob) -> FlatState:
+    """Take the caller's state apart."""
+    flat = flatten(state)
+    if any(not leaf.path for leaf in flat.leaves):
+        raise UnsupportedLeafError(
+            f"the state is a {type(state).__name__}; pass a dict of names to values"
+        )
+    return flat
+
+
+def is_wanted(key: str, job: LoadJob) -> bool:
+    """Whether no rule keeps a dotted key out of the load."""
+    return all(rule.wants(key) for rule in job.parts.rules if rule.acts_on_load)
+
+
+def plan(template: FlatState, manifest: Manifest, job: LoadJob) -> Match:
+    """Match the template with the checkpoint."""
+
+    def find_cast(key: str, source: str, target: str) -> bool | None:
+        for cast in job.parts.config.casts:
+            if (
+                matches(key, [cast.keys])
+                and cast.source in (None, source)
+                and cast.target in (None, target)
+            ):
+                return cast.on_overflow == "error"
+        return None
+
+    return match(template, manifest, find_cast, lambda key: is_wanted(key, job))

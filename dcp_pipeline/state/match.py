@@ -1,0 +1,275 @@
+"""Finds for every leaf of a template what the checkpoint holds for it, before anything is read.
+
+A leaf is found by its typed path, then by its dotted name. An empty container (or ``None``) in the
+template takes whatever the checkpoint holds below its path. A leaf that lies inside a value which
+was stored whole (DCP stores tuples so, and before torch 2.4 mappings without tensors) is taken
+out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_pipeline.core.errors import CheckpointError
+from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.core.path import Path, dotted
+from dcp_pipeline.core.table import KeySpec, Kind
+from dcp_pipeline.state.collect import tensor_of_array
+from dcp_pipeline.state.flatten import FlatState, Leaf
+from dcp_pipeline.state.pieces import pieces_of
+from dcp_pipeline.state.targets import (
+    TensorTarget,
+    ValueTarget,
+    fresh_tensor,
+    materialized,
+    restored,
+    stream_of,
+)
+from dcp_pipeline.types.entries import Piece
+
+__all__ = ["FindCast", "Match", "match"]
+
+FindCast = Callable[[str, str, str], bool | None]
+"""``(key, source, target)`` to whether overflow is an error; ``None`` where no cast is declared."""
+
+_VALUES = (Kind.VALUE, Kind.STREAM)
+
+
+@dataclass
+class Match:
+    """What a template gets from a checkpoint, and what does not fit.
+
+    Attributes:
+        tensors, values: what is read.
+        made: path to containers that the checkpoint knows to be empty.
+        used: stored keys that this rank wants.
+        missing, shapes, dtypes: as in :class:`LoadMismatchError`.
+    """
+
+    tensors: list[TensorTarget] = field(default_factory=list)
+    values: list[ValueTarget] = field(default_factory=list)
+    made: dict[Path, Any] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    shapes: list[tuple[str, object, object]] = field(default_factory=list)
+    dtypes: list[tuple[str, object, object]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that is going to be filled."""
+        return sum(
+            piece.data.numel() * piece.data.element_size()
+            for target in self.tensors
+            for piece in target.pieces
+        )
+
+
+def match(
+    flat: FlatState, manifest: Manifest, find_cast: FindCast, wants: Callable[[str], bool]
+) -> Match:
+    """Match a flattened template with a checkpoint; nothing is changed.
+
+    Args:
+        find_cast: which differences of dtype are declared.
+        wants: whether a dotted key takes part at all.
+    """
+    matcher = _Matcher(manifest, find_cast)
+    for leaf in flat.leaves:
+        if wants(dotted(leaf.path)):
+            matcher.leaf(leaf)
+    for path, _ in flat.empty:
+        matcher.empty_mapping(path, wants)
+    return matcher.result
+
+
+class _Matcher:
+    def __init__(self, manifest: Manifest, find_cast: FindCast) -> None:
+        self._keys = manifest.table.keys
+        self._names = manifest.names
+        self._by_path = {spec.path: key for key, spec in enumerate(self._keys)}
+        self._by_name = {name: key for key, name in enumerate(self._names)}
+        self._empty = dict(manifest.empty)
+        self._find_cast = find_cast
+        self.result = Match()
+
+    def leaf(self, leaf: Leaf) -> None:
+        key = self._find(leaf.path)
+        if key is not None:
+            self.result.used.add(key)
+            self._pair(leaf, key)
+        elif not (self._is_open(leaf) and self._fill(leaf.path, None)) and not self._inside(leaf):
+            self.result.missing.append(dotted(leaf.path))
+
+    def empty_mapping(self, path: Path, wants: Callable[[str], bool]) -> None:
+        key = self._find(path) if path else None
+        if key is not None and self._keys[key].kind is Kind.VALUE:
+            self.result.used.add(key)
+            self.result.values.append(ValueTarget(self._names[key], key, path))
+            return
+        self._fill(path, wants)
+
+    def _find(self, path: Path) -> int | None:
+        key = self._by_path.get(path)
+        if key is None:
+            key = self._by_name.get(dotted(path))
+            # A key that is somebody else's exact place is not taken by name.
+            if key is not None and "#" in self._names[key]:
+                return None
+        return key
+
+    def _is_open(self, leaf: Leaf) -> bool:
+        value = leaf.value
+        return value is None or (leaf.kind is Kind.VALUE and value in ([], (), {}))
+
+    def _fill(self, path: Path, wants: Callable[[str], bool] | None) -> bool:
+        """Take everything that is stored below ``path``."""
+        depth, found = len(path), False
+        if path in self._empty:
+            self.result.made[path] = {"dict": dict, "list": list, "tuple": tuple}[
+                self._empty[path]
+            ]()
+            return True
+        for key, spec in enumerate(self._keys):
+            if len(spec.path) <= depth or not _lies_below(path, spec.path):
+                continue
+            if wants is not None and not wants(self._names[key]):
+                continue
+            found = True
+            self.result.used.add(key)
+            self._take_whole(key, (*path, *spec.path[depth:]))
+        for empty in self._empty:
+            if len(empty) > depth and empty[:depth] == path:
+                self.result.made[empty] = {}
+        return found
+
+    def _take_whole(self, key: int, path: Path) -> None:
+        spec = self._keys[key]
+        if spec.dtype is None:
+            convert = stream_of if spec.kind is Kind.STREAM else _same
+            self.result.values.append(ValueTarget(self._names[key], key, path, convert=convert))
+            return
+        tensor = fresh_tensor(spec)
+        self._add_tensor(key, spec.dtype, _whole(tensor), path, lambda: restored(spec.kind, tensor))
+
+    def _inside(self, leaf: Leaf) -> bool:
+        """Take a leaf out of a value that was stored whole."""
+        for depth in range(len(leaf.path) - 1, 0, -1):
+            key = self._find(leaf.path[:depth])
+            if key is None or self._keys[key].kind is not Kind.VALUE:
+                continue
+            self.result.used.add(key)
+            in_place = leaf.kind is Kind.TENSOR and leaf.value.device.type != "meta"
+            target = leaf.value if in_place else None
+            self.result.values.append(
+                ValueTarget(self._names[key], key, leaf.path, leaf.path[depth:], target=target)
+            )
+            return True
+        return False
+
+    def _pair(self, leaf: Leaf, key: int) -> None:
+        spec, name = self._keys[key], self._names[key]
+        if leaf.kind is Kind.TENSOR:
+            self._pair_tensor(leaf, key, spec, name)
+        elif spec.dtype is None:
+            convert = stream_of if Kind.STREAM in (leaf.kind, spec.kind) else _same
+            self.result.values.append(ValueTarget(name, key, leaf.path, convert=convert))
+        elif leaf.kind is Kind.ARRAY:
+            self._pair_array(leaf, key, spec, name)
+        elif leaf.kind is Kind.SCALAR or leaf.value is None or spec.kind is Kind.SCALAR:
+            self._take_whole(key, leaf.path)
+        else:
+            self.result.dtypes.append((name, spec.dtype, type(leaf.value).__name__))
+
+    def _pair_tensor(self, leaf: Leaf, key: int, spec: KeySpec, name: str) -> None:
+        if spec.dtype is None:
+            self.result.dtypes.append((name, f"a Python {spec.kind}", str(leaf.value.dtype)))
+            return
+        if tuple(leaf.value.shape) != spec.shape:
+            self.result.shapes.append((name, list(spec.shape), list(leaf.value.shape)))
+            return
+        is_meta = leaf.value.device.type == "meta"
+        value = materialized(leaf.value) if is_meta else leaf.value
+        sharded = pieces_of(value)
+        path = leaf.path if is_meta else None
+        self._add_tensor(key, sharded.dtype, tuple(sharded.pieces), path, lambda: value)
+
+    def _pair_array(self, leaf: Leaf, key: int, spec: KeySpec, name: str) -> None:
+        if tuple(leaf.value.shape) != spec.shape:
+            self.result.shapes.append((name, list(spec.shape), list(leaf.value.shape)))
+            return
+        try:
+            tensor = tensor_of_array(leaf.value)
+        except CheckpointError:
+            self.result.dtypes.append((name, spec.dtype, str(leaf.value.dtype)))
+            return
+        is_shared = tensor.data_ptr() == leaf.value.__array_interface__["data"][0]
+        path = None if is_shared else leaf.path
+        target = pieces_of(tensor)
+        self._add_tensor(key, target.dtype, _whole(tensor), path, tensor.numpy)
+
+    def _add_tensor(
+        self,
+        key: int,
+        dtype: str,
+        pieces: tuple[Piece, ...],
+        path: Path | None,
+        value: Callable[[], Any],
+    ) -> None:
+        spec, name = self._keys[key], self._names[key]
+        assert spec.dtype is not None
+        overflow: bool | None = False
+        if dtype != spec.dtype:
+            overflow = self._find_cast(name, spec.dtype, dtype)
+            if overflow is None:
+                self.result.dtypes.append((name, spec.dtype, dtype))
+                return
+        source = spec.alias if spec.alias >= 0 else key
+        self.result.tensors.append(
+            TensorTarget(
+                name,
+                source,
+                spec.dtype,
+                pieces,
+                path,
+                value,
+                target_dtype=dtype if dtype != spec.dtype else None,
+                fails_on_overflow=bool(overflow),
+            )
+        )
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _whole(tensor: torch.Tensor) -> tuple[Piece, ...]:
+    if tensor.numel() == 0:
+        return ()
+    return (Piece((0,) * tensor.dim(), tuple(tensor.shape), tensor),)
+
+
+def _lies_below(path: Path, stored: Path) -> bool:
+    return all(
+        mine == theirs or str(dotted((mine,))) == dotted((theirs,))
+        for mine, theirs in zip(path, stored, strict=False)
+    )
+
+
+def take_inside(value: Any, inside: Path) -> Any:
+    """The part of a stored container that lies at ``inside``.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for component in inside:
+        if isinstance(value, Mapping):
+            by_text = {str(key): key for key in value}
+            key = component if component in value else by_text[dotted((component,))]
+            value = value[key]
+        else:
+            value = value[int(dotted((component,)))]
+    return value
