@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
@@ -182,6 +183,8 @@ def _need(state: dict[str, Any], owner: object, **kinds: type | tuple[type, ...]
 
 _CHUNK = {"offsets", "sizes"}
 _INDEX = {"fqn", "offset", "index"}
+_OFFSET, _HINT = (torch.Size, type(None)), (int, type(None))
+_INSIDE = re.compile(r"(?!.:)[^/\\\0][^\\\0]*", re.DOTALL)  # no absolute path, no drive, no NUL
 _INFO = {"relative_path", "offset", "length"}
 
 
@@ -223,7 +226,12 @@ def _build_bytes(item: BytesStorageMetadata, state: Any) -> None:
 
 def _build_index(index: MetadataIndex, state: Any) -> None:
     known = state if type(state) is dict and state.keys() <= _INDEX else _state(state, index)
-    _need(known, index, fqn=str, offset=(torch.Size, type(None)), index=(int, type(None)))
+    if (
+        type(known.get("fqn")) is not str
+        or type(known.get("offset")) not in _OFFSET
+        or type(known.get("index")) not in _HINT
+    ):
+        _need(known, index, fqn=str, offset=_OFFSET, index=_HINT)
     if "fqn" in index.__dict__:  # it may be a key already, which must not change
         raise FormatError(f"the state of the index of {index.fqn!r} is set twice")
     index.__dict__.update(known)
@@ -231,18 +239,14 @@ def _build_index(index: MetadataIndex, state: Any) -> None:
 
 def _build_info(info: _StorageInfo, state: Any) -> None:
     known = state if type(state) is dict and state.keys() == _INFO else _state(state, info)
-    _need(known, info, relative_path=str, offset=int, length=int)
-    path = known["relative_path"]
-    if (
-        not path
-        or path[0] == "/"
-        or "\\" in path
-        or "\0" in path
-        or (".." in path and ".." in path.split("/"))
-        or path[1:2] == ":"
-    ):
+    path, offset, length = known.get("relative_path"), known.get("offset"), known.get("length")
+    if type(path) is not str or type(offset) is not int or type(length) is not int:
+        raise FormatError(
+            f"a _StorageInfo of {str(path)[:80]!r}, {str(offset)[:80]}, {str(length)[:80]}"
+        )
+    if _INSIDE.fullmatch(path) is None or (".." in path and ".." in path.split("/")):
         raise UnsafeCheckpointError(f".metadata names a file out of the checkpoint: {path[:200]!r}")
-    if not 0 <= known["offset"] < _LIMIT or not 0 <= known["length"] < _LIMIT:
+    if not 0 <= offset < _LIMIT or not 0 <= length < _LIMIT:
         raise FormatError(f".metadata claims impossible bytes of {path[:200]!r}")
     transforms = known.get("transform_descriptors")
     if transforms is not None and not (
