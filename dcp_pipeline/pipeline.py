@@ -115,7 +115,7 @@ class Pipeline:
         Raises:
             CheckpointException: on every rank, if any failed. Nothing was committed then.
         """
-        coordinator = self._coordinator(process_group, no_dist, coordinator_rank)
+        coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
         directory = self._parts.storage.open(_as_text(checkpoint_id))
         job = SaveJob(self._parts, coordinator, directory)
         trace = Trace("save", coordinator.rank)
@@ -156,7 +156,7 @@ class Pipeline:
         Raises:
             CheckpointException: on every rank, if any failed. All that had changed was put back.
         """
-        coordinator = self._coordinator(process_group, no_dist, coordinator_rank)
+        coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
         directory = self._parts.storage.open(_as_text(checkpoint_id))
         for attempt in range(_ATTEMPTS):
             job = LoadJob(
@@ -177,7 +177,7 @@ class Pipeline:
                     assert replaced.__cause__ is not None
                     raise replaced.__cause__ from None
                 logger.info("%s was replaced while it was read: again", directory.location)
-                coordinator = self._coordinator(process_group, no_dist, coordinator_rank)
+                coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
         if coordinator.is_coordinator:
             logger.info("loaded %s in %.3f s: %s", directory.location, trace.seconds, trace)
         found, manifest = values["differences"], values["manifest"]
@@ -196,8 +196,11 @@ class Pipeline:
             trace=trace,
         )
 
-    def _coordinator(self, group: Any, no_dist: bool, coordinator_rank: int) -> Coordinator:
-        return self._parts.coordination.coordinator(group, no_dist, coordinator_rank)
+    def coordinator(
+        self, process_group: Any = None, no_dist: bool = False, coordinator_rank: int = 0
+    ) -> Coordinator:
+        """The ranks of ``process_group``, as this pipeline's saves and loads see them."""
+        return self._parts.coordination.coordinator(process_group, no_dist, coordinator_rank)
 
     def close(self) -> None:
         """Give back buffers and connections."""

@@ -14,10 +14,12 @@ __all__ = ["Rule", "matches"]
 def matches(key: str, globs: Sequence[str]) -> bool:
     """Whether any of ``globs`` matches the dotted ``key``.
 
-    >>> matches("model.head.bias", ["model.*"])
-    True
+    A glob that is a section's whole name covers everything below it.
+
+    >>> [matches(key, ["model.*", "lr"]) for key in ("model.head.bias", "lr", "lr.0", "lr_0")]
+    [True, True, True, False]
     """
-    return any(fnmatchcase(key, glob) for glob in globs)
+    return any(fnmatchcase(key, glob) or key.startswith(f"{glob}.") for glob in globs)
 
 
 class Rule(ABC):

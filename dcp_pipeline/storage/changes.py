@@ -101,6 +101,13 @@ class FileChanges:
         """Remove an empty directory."""
         os.rmdir(path)
 
+    def remove_tree(self, path: str) -> None:
+        """Remove a directory and everything in it, file by file."""
+        for directory, _, files in os.walk(path, topdown=False):
+            for name in files:
+                self.remove(os.path.join(directory, name))
+            self.remove_directory(directory)
+
     def touch(self, path: str) -> None:
         """Set a file's modification time to now."""
         os.utime(path)

@@ -122,13 +122,14 @@ def _compare(messages: list[bytes], job: LoadJob) -> list[bytes]:
     for _, (bits,) in unframed:
         used |= np.unpackbits(np.frombuffer(bits, np.uint8), count=len(used)).astype(bool)
     sections = {section for header in headers for section in header["sections"]}
-    unexpected, not_requested = [], []
+    unexpected: list[str] = []
+    not_requested: list[str] = []
     for key in np.flatnonzero(~used):
         name, path = manifest.names[key], manifest.table.keys[key].path
-        if not is_wanted(name, job) or (len(path) > 1 and str(path[0]) not in sections):
-            not_requested.append(name)
-        else:
-            unexpected.append(name)
+        if not is_wanted(name, job):
+            continue
+        is_in_other_section = len(path) > 1 and str(path[0]) not in sections
+        (not_requested if is_in_other_section else unexpected).append(name)
     differences = Differences(
         _union(headers, "missing"),
         unexpected,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,19 +12,16 @@ import numpy as np
 import torch
 
 from dcp_pipeline.core.errors import CorruptCheckpointError, DtypeMismatchError
-from dcp_pipeline.core.table import ChunkTable
+from dcp_pipeline.pipelines.steps.read_items import Located
 from dcp_pipeline.state.targets import TensorTarget
 from dcp_pipeline.storage.reading import Read
 from dcp_pipeline.types.dtypes import DTYPES
 from dcp_pipeline.types.entries import Piece
 from dcp_pipeline.types.memory import bytes_of, is_plain_memory
 
-__all__ = ["CastCounts", "box_reads"]
+__all__ = ["CastCounts", "Destination", "box_reads", "item_reads"]
 
 _SLAB_BYTES = 2 << 20
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Begin and extent per dimension."""
 
 
 class CastCounts:
@@ -52,18 +50,53 @@ class CastCounts:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Memory that a box of a stored tensor is read into.
+
+    Attributes:
+        name: the stored key, for errors.
+        dtype: of the stored elements.
+        view: tensor of the box's shape.
+        on_cast: called with the number of elements that did not fit, where ``view`` is of another
+            dtype; ``None`` where it is of the same.
+    """
+
+    name: str
+    dtype: torch.dtype
+    view: torch.Tensor
+    on_cast: Callable[[int], None] | None = None
+
+    def narrow(self, dimension: int, start: int, count: int) -> Destination:
+        """A part of it."""
+        return replace(self, view=self.view.narrow(dimension, start, count))
+
+    def fill(self, stored: torch.Tensor) -> None:
+        """Copy elements of the stored dtype into the memory."""
+        with torch.no_grad():
+            if self.on_cast is not None:
+                self.on_cast(_cast_into(self.view, stored))
+            elif self.dtype.itemsize == 1:
+                # Not every one-byte dtype has a copy kernel; their bytes do.
+                self.view.view(torch.uint8).copy_(stored.view(torch.uint8))
+            else:
+                self.view.copy_(stored)
+
+
 def box_reads(
-    table: ChunkTable, rows: Sequence[int], target: TensorTarget, casts: CastCounts
+    located: Located, rows: Sequence[int], target: TensorTarget, casts: CastCounts
 ) -> Iterator[tuple[int, Read]]:
     """``(file, read)`` for everything that the pieces of a target need of the chunks ``rows``.
 
     Raises:
         CorruptCheckpointError: the chunks do not cover a piece.
     """
+    table = located.table
     width = len(table.keys[target.key].shape)
     begin, end = (rows[0], rows[-1] + 1) if rows else (0, 0)
     offsets = table.offsets[begin:end, :width]
     sizes = table.sizes[begin:end, :width]
+    on_cast = partial(casts.add, target) if target.target_dtype is not None else None
     for piece in target.pieces:
         covered = 0
         for row in _meeting(offsets, sizes, piece):
@@ -74,17 +107,45 @@ def box_reads(
                 for a, b, c, d, e in zip(*chunk, piece.offsets, piece.sizes, low, strict=True)
             )
             covered += prod(extent)
-            place = begin + row
-            base = int(table.offset[place] + table.payload[place])
-            yield from (
-                (int(table.file[place]), read)
-                for read in _chunk_reads(base, chunk, (low, extent), piece, target, casts)
-            )
+            view = piece.data.detach()
+            for dimension, (at, count) in enumerate(zip(low, extent, strict=True)):
+                if count != piece.sizes[dimension]:
+                    view = view.narrow(dimension, at - piece.offsets[dimension], count)
+            inside = tuple(a - b for a, b in zip(low, chunk[0], strict=True))
+            destination = Destination(target.name, DTYPES[target.dtype], view, on_cast)
+            file = int(table.file[begin + row])
+            for read in item_reads(located, begin + row, inside, extent, destination):
+                yield file, read
         if covered != prod(piece.sizes):
             raise CorruptCheckpointError(
                 f"the chunks of {target.name} hold {covered} of the {prod(piece.sizes)} elements at"
                 f" offsets {list(piece.offsets)} sizes {list(piece.sizes)}"
             )
+
+
+def item_reads(
+    located: Located,
+    row: int,
+    begin: tuple[int, ...],
+    extent: tuple[int, ...],
+    destination: Destination,
+) -> Iterator[Read]:
+    """Reads for the box ``begin``, ``extent`` within the chunk of one row."""
+    table = located.table
+    base = int(table.offset[row] + table.payload[row])
+    stored = located.strided.get(row)
+    if stored is None:
+        yield from _dense_reads(base, table.boxes(row)[1], begin, extent, destination)
+        return
+
+    def deliver(data: memoryview) -> None:
+        elements = torch.frombuffer(bytearray(data), dtype=destination.dtype)
+        tensor = elements.as_strided(stored.sizes, stored.strides, stored.storage_offset)
+        for dimension, (start, count) in enumerate(zip(begin, extent, strict=True)):
+            tensor = tensor.narrow(dimension, start, count)
+        destination.fill(tensor)
+
+    yield Read(base, stored.payload_bytes, destination.name, deliver=deliver)
 
 
 def _meeting(offsets: Any, sizes: Any, piece: Piece) -> Sequence[int]:
@@ -96,57 +157,39 @@ def _meeting(offsets: Any, sizes: Any, piece: Piece) -> Sequence[int]:
     return [int(row) for row in np.flatnonzero(meets)]
 
 
-def _chunk_reads(
-    base: int, chunk: Box, box: Box, piece: Piece, target: TensorTarget, casts: CastCounts
-) -> Iterator[Read]:
-    """Reads for ``box``, a part of both the stored ``chunk`` and the ``piece``."""
-    low, extent = box
-    view = piece.data
-    for dimension, (at, count) in enumerate(zip(low, extent, strict=True)):
-        if count != piece.sizes[dimension]:
-            view = view.narrow(dimension, at - piece.offsets[dimension], count)
-    inner = tuple(a - b for a, b in zip(low, chunk[0], strict=True))
-    yield from _reads(base, chunk[1], inner, extent, view.detach(), target, casts)
-
-
-def _reads(
+def _dense_reads(
     base: int,
     sizes: tuple[int, ...],
     begin: tuple[int, ...],
     extent: tuple[int, ...],
-    view: torch.Tensor,
-    target: TensorTarget,
-    casts: CastCounts,
+    destination: Destination,
 ) -> Iterator[Read]:
-    """Reads for the box ``begin``, ``extent`` of a chunk of ``sizes`` into ``view``."""
-    dtype = DTYPES[target.dtype]
+    """Reads for a box of a chunk whose elements are stored in row-major order."""
+    dtype, view = destination.dtype, destination.view
     strides = _strides(sizes)
     first = sum(a * b for a, b in zip(begin, strides, strict=True))
     last = first + sum((a - 1) * b for a, b in zip(extent, strides, strict=True))
     offset = base + first * dtype.itemsize
     length = (last - first + 1) * dtype.itemsize
     is_dense = last - first + 1 == prod(extent)
-    if is_dense and target.target_dtype is None and is_plain_memory(view):
-        yield Read(offset, length, target.name, target=bytes_of(view))
+    if is_dense and destination.on_cast is None and is_plain_memory(view):
+        yield Read(offset, length, destination.name, target=bytes_of(view))
         return
-    splittable = [d for d, count in enumerate(extent) if count > 1]
-    if length <= _SLAB_BYTES or not splittable:
-        deliver = partial(_deliver, view, extent, strides, target, casts)
-        yield Read(offset, length, target.name, deliver=deliver)
+    dimension = next((d for d, count in enumerate(extent) if count > 1), None)
+    if length <= _SLAB_BYTES or dimension is None:
+        deliver = partial(_deliver, destination, extent, strides)
+        yield Read(offset, length, destination.name, deliver=deliver)
         return
-    dimension = splittable[0]
     span = max(1, length // extent[dimension])
     step = max(1, min(_SLAB_BYTES // span, extent[dimension] - 1))
     for start in range(0, extent[dimension], step):
         count = min(step, extent[dimension] - start)
-        yield from _reads(
+        yield from _dense_reads(
             base,
             sizes,
             _changed(begin, dimension, begin[dimension] + start),
             _changed(extent, dimension, count),
-            view.narrow(dimension, start, count),
-            target,
-            casts,
+            destination.narrow(dimension, start, count),
         )
 
 
@@ -163,27 +206,14 @@ def _changed(values: tuple[int, ...], position: int, value: int) -> tuple[int, .
 
 
 def _deliver(
-    view: torch.Tensor,
-    extent: tuple[int, ...],
-    strides: tuple[int, ...],
-    target: TensorTarget,
-    casts: CastCounts,
-    data: memoryview,
+    destination: Destination, extent: tuple[int, ...], strides: tuple[int, ...], data: memoryview
 ) -> None:
     """Copy a box out of the bytes that span it."""
-    dtype = DTYPES[target.dtype]
-    raw = np.frombuffer(data, f"V{dtype.itemsize}")
-    steps = [stride * dtype.itemsize for stride in strides]
-    dense = np.ascontiguousarray(np.lib.stride_tricks.as_strided(raw, extent, steps))
-    stored = torch.frombuffer(bytearray(dense.tobytes()), dtype=dtype).view(extent)
-    with torch.no_grad():
-        if target.target_dtype is not None:
-            casts.add(target, _cast_into(view, stored))
-        elif dtype.itemsize == 1:
-            # Not every one-byte dtype has a copy kernel; their bytes do.
-            view.view(torch.uint8).copy_(stored.view(torch.uint8))
-        else:
-            view.copy_(stored)
+    nbytes = destination.dtype.itemsize
+    raw = np.frombuffer(data, f"V{nbytes}")
+    steps = [stride * nbytes for stride in strides]
+    dense = bytearray(np.lib.stride_tricks.as_strided(raw, extent, steps).tobytes())
+    destination.fill(torch.frombuffer(dense, dtype=destination.dtype).view(extent))
 
 
 def _cast_into(view: torch.Tensor, stored: torch.Tensor) -> int:

@@ -1,0 +1,88 @@
+"""A model, its optimizers and what else a training job resumes from, as one ``Stateful``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+__all__ = ["AppState"]
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+class AppState:
+    """What a training job saves and resumes from.
+
+    Names are the model's parameter names on every rank and layout: torch's state-dict helpers take
+    wrappers' prefixes off, and optimizer state is keyed by parameter name.
+
+    Args:
+        model: with or without FSDP2, tensor parallelism or DDP.
+        optimizer: one, several, or ``None``. One without state yet gets zero state, as in torch.
+        options: of torch's state-dict helpers; not ``full_state_dict``, which gathers.
+        stateful: further objects with ``state_dict`` and ``load_state_dict``, or plain values, by
+            name. A plain value is replaced on load; read it from :attr:`stateful`.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> app = AppState(model, optimizer, progress={"step": 3})
+        >>> sorted(app.state_dict())
+        ['model', 'optimizer', 'progress']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers | None = None,
+        *,
+        options: StateDictOptions | None = None,
+        **stateful: Any,
+    ) -> None:
+        taken = {"model", "optimizer"} & set(stateful)
+        if taken:
+            raise ValueError(f"AppState keeps {', '.join(sorted(taken))} itself")
+        self.model = model
+        self.optimizers = _listed(optimizer)
+        self.options = options
+        self.stateful = stateful
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, sharded as the model is."""
+        if not self.optimizers:
+            model = get_model_state_dict(self.model, options=self.options)
+            return {"model": model, **self.stateful}
+        model, optimizer = get_state_dict(self.model, self.optimizers, options=self.options)
+        return {"model": model, "optimizer": optimizer, **self.stateful}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state; objects among the further ones have taken theirs already."""
+        if self.optimizers:
+            set_state_dict(
+                self.model,
+                self.optimizers,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optimizer"],
+                options=self.options,
+            )
+        else:
+            set_model_state_dict(self.model, state_dict["model"], options=self.options)
+        for name in self.stateful:
+            if name in state_dict:
+                self.stateful[name] = state_dict[name]
+
+
+def _listed(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
