@@ -169,10 +169,10 @@ class _Lanes:
         labels = [len(edge.value) * _SMALL_CHAR for edge in self._skipping]
         self._step = max(labels, default=0) + 20
         straight = [len(label) * _SMALL_CHAR for label in self._joined().values()]
-        self._first = side + 26
-        middle = _MARGIN + (side - _MARGIN) / 2
+        label_end = _MARGIN + (side - _MARGIN) / 2 + 10 + max(straight, default=0)
+        self._first = max(side + 26, label_end + 10)
         lanes = self._first + self._step * (max(self._lane.values(), default=-1) + 1)
-        self.right = max(side, lanes, middle + 10 + max(straight, default=0))
+        self.right = max(side, lanes, label_end)
 
     def _joined(self) -> dict[int, str]:
         """What is handed straight down, by the number of the box that it comes from."""
