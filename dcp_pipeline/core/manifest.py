@@ -225,7 +225,7 @@ def _decode(members: dict[str, Any]) -> Manifest:
     checksum = members["checksum"]
     metadata = members.get("metadata")
     manifest = Manifest(
-        save_id=_hex(members["save_id"]),
+        save_id=_save_id(members["save_id"]),
         created=float(members["created"]),
         world_size=int(members["world_size"]),
         serialization=str(members["serialization"]),
@@ -310,8 +310,10 @@ def _size(value: object) -> int:
     return value
 
 
-def _hex(value: object) -> str:
-    if not isinstance(value, str) or len(value) != 32 or set(value) - set("0123456789abcdef"):
+def _save_id(value: object) -> str:
+    # Empty where a rank passes on what it found of plain DCP.
+    is_hex = isinstance(value, str) and not set(value) - set("0123456789abcdef")
+    if not isinstance(value, str) or not is_hex or len(value) not in (0, 32):
         raise FormatError(f"not a save id: {value!r}")
     return value
 
