@@ -19,18 +19,24 @@ class SingleProcessCoordination(Coordination):
 
 
 class SingleProcessCoordinator(Coordinator):
-    """The only rank."""
+    """The only rank.
 
-    rank = 0
+    Args:
+        rank: the number it goes by, where somebody else coordinates it with others.
+    """
+
     world_size = 1
-    coordinator_rank = 0
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.coordinator_rank = rank
 
     def exchange(
         self, step: str, message: bytes | BaseException, reduce: Reduce | None = None
     ) -> bytes:
         own = message if isinstance(message, BaseException) else None
-        answers, failed = decide(step, [wrap_message(message)], reduce, 0, 1)
-        return open_answer(step, answers[0], own or failed, 0)
+        answers, failed = decide(step, [wrap_message(message)], reduce, self.rank, 1)
+        return open_answer(step, answers[0], own or failed, self.rank)
 
     def broadcast(self, step: str, data: bytes | None) -> bytes:
         assert data is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.coordination.base import Coordination
+from dcp_pipeline.core.registry import model_of
 from dcp_pipeline.layout.base import Layout
 from dcp_pipeline.planning.base import Planner
 from dcp_pipeline.rules.base import Rule
@@ -44,6 +45,17 @@ class Parts:
             storage=config.storage.build(),
             rules=tuple(rule.build() for rule in config.transforms),
         )
+
+    def serialization_of(self, kind: str) -> Serialization:
+        """What reads a checkpoint of the given kind, which may not be the one that saves write.
+
+        Raises:
+            ConfigError: the kind is not known here.
+        """
+        if kind == self.serialization.kind:
+            return self.serialization
+        other: Serialization = model_of("serialization", kind)(kind=kind).build()
+        return other
 
     def recorded_config(self) -> Mapping[str, Any]:
         """The config as a manifest keeps it."""

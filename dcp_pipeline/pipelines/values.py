@@ -55,14 +55,14 @@ class CoordinatorPlan:
     """What only the coordinator keeps between ``agree`` and ``commit``.
 
     Attributes:
-        plan: what all ranks write.
+        plan: what all ranks write; ``None`` where DCP's planner keeps it.
         empty: containers that held nothing on any rank.
         record: the commit record that this save replaces, ``None`` where there is none.
         superseded: digest of DCP's ``.metadata`` that this save replaces.
         replaced: plain DCP's data files that this save replaces.
     """
 
-    plan: GlobalPlan
+    plan: GlobalPlan | None
     empty: tuple[tuple[Path, str], ...]
     record: bytes | None
     superseded: str | None

@@ -56,7 +56,7 @@ def read(match: Match, differences: Differences, manifest: Manifest, job: LoadJo
         for target in match.tensors
         if target.target_dtype is not None
     ]
-    return Fetched(_assignments(match, values, job), _loaded(match), job.bytes_read)
+    return Fetched(_assignments(match, values, manifest, job), _loaded(match), job.bytes_read)
 
 
 def verify(match: Match, differences: Differences, manifest: Manifest, job: LoadJob) -> bool:
@@ -82,7 +82,10 @@ def _loaded(match: Match) -> list[str]:
     return sorted({t.name for t in match.tensors} | {v.name for v in match.values})
 
 
-def _assignments(match: Match, values: dict[int, Any], job: LoadJob) -> dict[Path, Any]:
+def _assignments(
+    match: Match, values: dict[int, Any], manifest: Manifest, job: LoadJob
+) -> dict[Path, Any]:
+    serialization = job.parts.serialization_of(manifest.serialization)
     assignments: dict[Path, Any] = dict(match.made)
     decoded: dict[int, Any] = {}
     for target in match.tensors:
@@ -91,7 +94,7 @@ def _assignments(match: Match, values: dict[int, Any], job: LoadJob) -> dict[Pat
     for wanted in match.values:
         if wanted.key not in decoded or not wanted.inside:
             # Decoded anew for every place, so that no two places share a list.
-            decoded[wanted.key] = job.parts.serialization.decode_value(values[wanted.key])
+            decoded[wanted.key] = serialization.decode_value(values[wanted.key])
         _take(wanted, decoded[wanted.key], assignments, job)
     return assignments
 

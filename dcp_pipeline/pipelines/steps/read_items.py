@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from dcp_pipeline.state.match import Match
 from dcp_pipeline.storage.base import Source
 from dcp_pipeline.types.dtypes import dtype_name
 
-__all__ = ["Located", "locate_items"]
+__all__ = ["Located", "locate_items", "locate_rows"]
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,26 @@ class Located:
 
 
 def locate_items(manifest: Manifest, match: Match, source: Callable[[int], Source]) -> Located:
-    """Find the payload of every row that ``match`` wants.
+    """Find the payload of every row that ``match`` wants; see :func:`locate_rows`."""
+    table = manifest.table
+    keys = [t.key for t in match.tensors] + [v.key for v in match.values]
+    return locate_rows(manifest, np.flatnonzero(np.isin(table.key, keys)).tolist(), source)
+
+
+def locate_rows(
+    manifest: Manifest, rows: Iterable[int], source: Callable[[int], Source]
+) -> Located:
+    """Find the payload of ``rows``.
 
     Raises:
         CorruptCheckpointError: an item is not the tensor that the metadata says.
     """
     table = manifest.table
-    keys = [t.key for t in match.tensors] + [v.key for v in match.values]
-    rows = np.flatnonzero((table.payload < 0) & np.isin(table.key, keys))
     payload = table.payload.copy()
     strided: dict[int, StoredTensor] = {}
-    for row in map(int, rows):
+    for row in rows:
+        if payload[row] >= 0 or row in strided:
+            continue
         if table.keys[table.key[row]].dtype is None:
             payload[row] = 0
             continue

@@ -16,7 +16,7 @@ from dcp_pipeline.pipelines.job import Heartbeat, SaveJob
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Share
 from dcp_pipeline.planning.base import GlobalPlan
 
-__all__ = ["agree", "same_everywhere"]
+__all__ = ["agree", "same_everywhere", "start_save"]
 
 
 def agree(local_plan: ChunkTable | None, job: SaveJob, failure: BaseException | None) -> Share:
@@ -68,7 +68,7 @@ def _decide(messages: list[bytes], job: SaveJob) -> list[bytes]:
     cache: dict[bytes, tuple[KeySpec, ...]] = {}
     tables = [ChunkTable.unpack(blobs[0], cache) for _, blobs in unframed]
     plan = job.parts.planner.global_plan(tables)
-    _start(job, plan, _empty(headers, plan))
+    start_save(job, plan, _empty(headers, plan))
     return [_answer(plan, rank, job.save_id) for rank in range(len(tables))]
 
 
@@ -79,8 +79,14 @@ def _empty(headers: list[dict[str, Any]], plan: GlobalPlan) -> tuple[tuple[Path,
     return tuple((path, kind) for path, kind in found.items() if path not in inner)
 
 
-def _start(job: SaveJob, plan: GlobalPlan, empty: tuple[tuple[Path, str], ...]) -> None:
-    """Look at what is there, and say that a save is under way."""
+def start_save(
+    job: SaveJob, plan: GlobalPlan | None = None, empty: tuple[tuple[Path, str], ...] = ()
+) -> None:
+    """On the coordinator: look at what is there, and say that a save is under way.
+
+    Raises:
+        CheckpointExistsError: there is a checkpoint and the config does not overwrite.
+    """
     directory, layout = job.directory, job.parts.layout
     record, superseded = layout.current(directory)
     if job.parts.config.overwrite == "error" and (record is not None or superseded is not None):

@@ -26,9 +26,10 @@ from dcp_pipeline.core.table import ChunkTable
 from dcp_pipeline.layout.names import marker_save_id
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Receipt, Share
+from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
 
-__all__ = ["commit", "live_saves"]
+__all__ = ["commit", "live_saves", "publish", "versions"]
 
 logger = logging.getLogger("dcp_pipeline")
 
@@ -74,27 +75,40 @@ def _encode(receipt: Receipt) -> bytes:
 
 
 def _publish(messages: list[bytes], job: SaveJob) -> list[bytes]:
-    """On the coordinator: check, replace the commit record, tidy up."""
-    plan = job.plan
-    assert plan is not None
-    manifest = _assemble(messages, plan, job)
+    """On the coordinator: check the receipts and commit."""
+    assert job.plan is not None and job.plan.plan is not None
+    manifest = _assemble(messages, job.plan.plan, job)
     check_places(manifest)
-    directory, layout = job.directory, job.parts.layout
-    manifest, also = layout.companions(
-        manifest, directory.location, job.parts.serialization.dcp_reads
+    record = publish(
+        job,
+        *job.parts.layout.companions(
+            manifest, job.directory.location, job.parts.serialization.dcp_reads
+        ),
     )
-    record = manifest.encode()
-    job.has_tried_to_commit = True
-    try:
-        directory.commit(layout.record, record, plan.record, also)
-    except ConcurrentSaveError:
-        raise
-    except BaseException as error:
-        _settle_doubt(directory, layout.record, record, plan.record, error)
-    _tidy(job, plan)
     answers = [b""] * job.coordinator.world_size
     answers[job.coordinator.rank] = record
     return answers
+
+
+def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None]]) -> bytes:
+    """Replace the commit record and what goes with it, then tidy up; the record's bytes.
+
+    Raises:
+        ConcurrentSaveError: another save has committed meanwhile.
+        CoordinationError: it cannot be told whether this one has.
+    """
+    plan, directory, name = job.plan, job.directory, job.parts.layout.record
+    assert plan is not None
+    record = manifest.encode()
+    job.has_tried_to_commit = True
+    try:
+        directory.commit(name, record, plan.record, also)
+    except ConcurrentSaveError:
+        raise
+    except BaseException as error:
+        _settle_doubt(directory, name, record, plan.record, error)
+    _tidy(job, plan)
+    return record
 
 
 def _settle_doubt(
@@ -120,14 +134,14 @@ def _settle_doubt(
     raise CoordinationError(f"{_UNCERTAIN}: {error}; {name} holds yet another save") from error
 
 
-def _assemble(messages: list[bytes], plan: CoordinatorPlan, job: SaveJob) -> Manifest:
+def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest:
     """The manifest, if the receipts fit the plan."""
     files: list[FileEntry] = []
     sums: list[SumsEntry] = []
     columns: dict[str, list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]]] = {
         name: [] for name in ("file", "offset", "length", "payload")
     }
-    table = plan.plan.table
+    table = plan.table
     planned = np.bincount(table.owner, minlength=len(messages))
     for rank, message in enumerate(messages):
         header, (packed,) = unframe(message)
@@ -146,26 +160,28 @@ def _assemble(messages: list[bytes], plan: CoordinatorPlan, job: SaveJob) -> Man
     places = {name: np.concatenate(parts) for name, parts in columns.items()}
     placed = ChunkTable.from_columns(table.keys, table.columns("key", "owner") | places)
     layout = job.parts.layout
+    assert job.plan is not None
     return Manifest(
         save_id=job.save_id,
         created=time.time(),
         world_size=job.coordinator.world_size,
         serialization=job.parts.serialization.kind,
         layout=layout.kind,
-        names=plan.plan.names,
+        names=plan.names,
         table=placed.sort(),
         files=tuple(files),
         sums=tuple(sums),
         checksum=layout.checksum,
         block_bytes=layout.block_bytes,
-        versions=_versions(),
+        versions=versions(),
         config=job.parts.recorded_config(),
-        empty=plan.empty,
-        superseded=plan.superseded,
+        empty=job.plan.empty,
+        superseded=job.plan.superseded,
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What a manifest says about the software that made it."""
     try:
         own = version("dcp-pipeline")
     except PackageNotFoundError:

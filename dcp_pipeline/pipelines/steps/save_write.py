@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,14 +19,18 @@ from dcp_pipeline.pipelines.values import Receipt, Share
 from dcp_pipeline.serialization.base import FileImage
 from dcp_pipeline.types.entries import Entries, Item, Piece
 
-__all__ = ["split_evenly", "write"]
+__all__ = ["split_evenly", "write", "write_items"]
 
 _SMALLEST_FILE = 4 << 20
 
 
 def write(staged: Entries, share: Share, job: SaveJob) -> Receipt:
     """Write this rank's data files and their digests; all durable when this returns."""
-    items = list(_items(staged, share))
+    return write_items(list(_items(staged, share)), job)
+
+
+def write_items(items: list[Item], job: SaveJob) -> Receipt:
+    """Write items to this rank's data files, and the files' digests."""
     if not items:
         nothing = np.zeros(0, np.int64)
         return Receipt((), None, nothing, nothing, nothing, nothing, 0)
@@ -59,7 +64,7 @@ def split_evenly(nbytes: Sequence[int], parts: int) -> list[slice]:
     middles = ends - np.asarray(nbytes) / 2
     part = np.minimum(middles * parts // max(total, 1), parts - 1).astype(int)
     cuts = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(ends)]
-    return [slice(begin, end) for begin, end in zip(cuts, cuts[1:], strict=False)]
+    return [slice(begin, end) for begin, end in pairwise(cuts)]
 
 
 def _nbytes(item: Item) -> int:

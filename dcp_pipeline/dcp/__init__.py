@@ -1,0 +1,6 @@
+"""Storage writers and readers for ``torch.distributed.checkpoint``, over our format and commit."""
+
+from dcp_pipeline.dcp.reader import FileSystemReader
+from dcp_pipeline.dcp.writer import FileSystemWriter
+
+__all__ = ["FileSystemReader", "FileSystemWriter"]
