@@ -124,7 +124,7 @@ class Pool:
             pending = {ranks[i].connection: i for i in range(size) if i not in outcomes}
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._timeout(function, seconds, sorted(pending.values()))
+                raise self._timeout(function, seconds, sorted(pending.values()), outcomes)
             for connection in ready:
                 number = pending[connection]
                 outcomes[number] = self._receive(ranks[number])
@@ -141,15 +141,23 @@ class Pool:
             return Died(rank.process.poll(), rank.output())
 
     def _timeout(
-        self, function: Callable[..., Any], seconds: float, pending: list[int]
+        self,
+        function: Callable[..., Any],
+        seconds: float,
+        pending: list[int],
+        outcomes: dict[int, Any],
     ) -> CallTimeout:
         for rank in pending:
             self._ranks[rank].process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         stacks = "\n".join(f"--- rank {rank}:\n{self._ranks[rank].output()}" for rank in pending)
         self.close()
+        answers = "\n".join(
+            f"--- rank {rank} answered: {found.trace if isinstance(found, Failure) else found}"
+            for rank, found in outcomes.items()
+        )
         return CallTimeout(
-            f"{function.__name__}: no answer of ranks {pending} in {seconds} s\n{stacks}"
+            f"{function.__name__}: no answer of ranks {pending} in {seconds} s\n{stacks}\n{answers}"
         )
 
     def _start(self) -> None:
