@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_pipeline.cli import config, recipes
+from dcp_pipeline.cli import config, graph, inspect, ls, recipes
 from dcp_pipeline.core.errors import CheckpointError, ConfigError
 
 __all__ = ["PROBLEM", "USAGE", "app", "main"]
@@ -29,6 +29,9 @@ USAGE = 2
 _COMMANDS: dict[str, Callable[..., None]] = {
     "config": config.command,
     "recipes": recipes.command,
+    "graph": graph.command,
+    "inspect": inspect.command,
+    "ls": ls.command,
 }
 
 app = typer.Typer(

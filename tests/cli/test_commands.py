@@ -27,7 +27,7 @@ def test_config_shows_yaml_that_can_be_used_again(capsys: Captured, tmp_path: Pa
     assert shown.err == ""
     expected = compose(["storage.thread_count=4", "serialization=safetensors"]).config
     assert PipelineConfig.model_validate(yaml.safe_load(shown.out)) == expected
-    assert shown.out.startswith(f"# digest: {expected.digest()}\nstager:\n  kind: host\n")
+    assert shown.out.startswith(f"# digest: {expected.digest()}\nstager:\n  kind: inplace\n")
     (tmp_path / "again.yaml").write_text(shown.out)
     assert run("config", "--recipe", str(tmp_path / "again.yaml")) == 0
     assert capsys.readouterr().out == shown.out

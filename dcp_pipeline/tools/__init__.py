@@ -1,0 +1,1 @@
+"""What the command line calls: looking at checkpoints without loading them."""

@@ -1,0 +1,145 @@
+"""The checkpoints below a directory, and what state each is in."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+
+from dcp_pipeline.core.errors import CheckpointError, StorageError
+from dcp_pipeline.layout import names
+from dcp_pipeline.storage.base import Directory
+from dcp_pipeline.storage.filesystem import FileSystemStorage
+from dcp_pipeline.tools.inspect import FileInfo, files_of
+from dcp_pipeline.tools.opening import Found, State, look, open_directory, state_of
+
+__all__ = ["CheckpointInfo", "Listing", "list_directory"]
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A checkpoint in a directory of checkpoints.
+
+    Attributes:
+        name: of its folder, ``.`` for the directory itself.
+        path: of its folder.
+        state: whether it can be loaded.
+        is_being_saved: whether a save into it is under way; it may be committed already.
+        step: ``N`` where the folder is called ``step-N``.
+        save_id: of a checkpoint of ours.
+        age_seconds: since it was committed, or last written to.
+        nbytes: on disk, of all files in the folder.
+        keys: how many it holds, ``None`` where nothing was committed.
+        problem: what is wrong, empty where nothing is.
+    """
+
+    name: str
+    path: str
+    state: State
+    is_being_saved: bool
+    step: int | None
+    save_id: str | None
+    age_seconds: float
+    nbytes: int
+    keys: int | None
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a directory holds: checkpoints, or, where it is one itself, the files of that one.
+
+    Attributes:
+        path: of the directory.
+        checkpoints: by step, then by name; the directory itself comes first.
+        files: of the one checkpoint, ``None`` for a directory of checkpoints.
+    """
+
+    path: str
+    checkpoints: tuple[CheckpointInfo, ...]
+    files: tuple[FileInfo, ...] | None = None
+
+
+def list_directory(path: str | os.PathLike[str]) -> Listing:
+    """List the checkpoints in ``path``, or the files of the checkpoint that it is.
+
+    Raises:
+        ConfigError: a URI of another scheme than ``file``.
+        CheckpointNotFoundError: there is no such directory.
+        StorageError: it cannot be read.
+    """
+    directory = open_directory(path)
+    own = look(directory)
+    inner = [info for name in own.names if (info := _below(directory, name)) is not None]
+    inner.sort(key=_order)
+    if not own.is_checkpoint:
+        return Listing(directory.location, tuple(inner))
+    itself = _describe(directory, own, ".")
+    if inner:
+        return Listing(directory.location, (itself, *inner))
+    try:
+        manifest = state_of(directory, own)[1]
+    except CheckpointError:
+        manifest = None
+    return Listing(directory.location, (itself,), tuple(files_of(directory, own, manifest)))
+
+
+def _order(info: CheckpointInfo) -> tuple[int, int, str]:
+    return (0, info.step, info.name) if info.step is not None else (1, 0, info.name)
+
+
+def _below(parent: Directory, name: str) -> CheckpointInfo | None:
+    path = os.path.join(parent.location, name)
+    if not os.path.isdir(path):
+        return None
+    directory = FileSystemStorage().open(path)
+    try:
+        found = look(directory)
+    except StorageError as error:
+        return CheckpointInfo(
+            name, path, State.DAMAGED, False, _step(name), None, 0.0, 0, None, str(error)
+        )
+    return _describe(directory, found, name) if found.is_checkpoint else None
+
+
+def _describe(directory: Directory, found: Found, name: str) -> CheckpointInfo:
+    state, manifest, problem = state_of(directory, found)
+    sizes, newest = _sizes(directory, found)
+    is_ours = manifest is not None and not manifest.is_foreign
+    since = manifest.created if manifest is not None and is_ours else newest
+    return CheckpointInfo(
+        name=name,
+        path=directory.location,
+        state=state,
+        is_being_saved=found.is_being_saved,
+        step=_step(os.path.basename(directory.location)),
+        save_id=manifest.save_id if manifest is not None and is_ours else None,
+        age_seconds=max(0.0, time.time() - since),
+        nbytes=sizes,
+        keys=None if manifest is None else len(manifest.names),
+        problem=problem,
+    )
+
+
+def _step(name: str) -> int | None:
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _sizes(directory: Directory, found: Found) -> tuple[int, float]:
+    """Bytes of all files, and when the newest thing that counts was written."""
+    total, times = 0, []
+    for name in found.names:
+        try:
+            status = os.stat(os.path.join(directory.location, name))
+        except OSError:
+            continue
+        if os.path.isdir(os.path.join(directory.location, name)):
+            continue
+        total += status.st_size
+        times.append((name == names.METADATA, status.st_mtime))
+    committed = [when for is_record, when in times if is_record]
+    return total, max(committed or [when for _, when in times], default=time.time())

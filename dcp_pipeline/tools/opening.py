@@ -1,0 +1,226 @@
+"""Opens a checkpoint to look at it: what is there, and what it says of itself.
+
+Torch is imported for checkpoints of plain DCP alone, whose metadata are a pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dcp_pipeline.core.checksum import digest_of
+from dcp_pipeline.core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.layout import names
+from dcp_pipeline.storage.base import Directory
+from dcp_pipeline.storage.filesystem import FileSystemStorage
+
+__all__ = [
+    "OVERWRITTEN",
+    "Found",
+    "State",
+    "look",
+    "open_directory",
+    "read_manifest",
+    "state_of",
+]
+
+OVERWRITTEN = (
+    "plain DCP has saved over the checkpoint of manifest.json: what is shown is DCP's. A load"
+    " refuses both until layout.on_foreign_overwrite chooses one"
+)
+
+_TAIL_BYTES = 4096
+
+
+class State(StrEnum):
+    """What is in the directory of a checkpoint."""
+
+    COMMITTED = "committed"
+    """A save of ours was committed."""
+    FOREIGN = "foreign"
+    """A checkpoint of plain DCP, or one that plain DCP has written over ours."""
+    IN_PROGRESS = "in progress"
+    """Nothing was committed yet, and a save is under way."""
+    INCOMPLETE = "incomplete"
+    """There are data, but nothing was committed and no save is under way."""
+    DAMAGED = "damaged"
+    """The commit record cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The names in a directory, sorted, and what they come to.
+
+    Attributes:
+        names: of its files and folders.
+        is_being_saved: whether a live save has left its marker.
+    """
+
+    names: tuple[str, ...]
+    is_being_saved: bool
+
+    @property
+    def has_manifest(self) -> bool:
+        """Whether there is a commit record of ours."""
+        return names.MANIFEST in self.names
+
+    @property
+    def has_metadata(self) -> bool:
+        """Whether there is a ``.metadata`` of DCP's."""
+        return names.METADATA in self.names
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether a checkpoint was ever begun here."""
+        return (
+            self.has_manifest
+            or self.has_metadata
+            or self.is_being_saved
+            or any(map(names.is_data, self.names))
+        )
+
+
+def open_directory(path: str | os.PathLike[str]) -> Directory:
+    """The directory that a path or a ``file://`` URI names.
+
+    Raises:
+        ConfigError: a URI that a program of its own cannot look into.
+        CheckpointNotFoundError: there is no such directory.
+    """
+    text = os.fspath(path)
+    if text.startswith("memory://"):
+        raise ConfigError(
+            f"{text} lies in the memory of the process that saved it, where no other program can"
+            " look; expected a path or a file:// URI"
+        )
+    directory = FileSystemStorage().open(text)
+    if not os.path.isdir(directory.location):
+        what = "is not a directory" if os.path.lexists(directory.location) else "is not there"
+        raise CheckpointNotFoundError(f"{directory.location} {what}", directory.location)
+    return directory
+
+
+def look(directory: Directory, stale_after: float = 600.0) -> Found:
+    """List a directory.
+
+    Args:
+        stale_after: seconds after which a save that did not renew its marker counts as dead.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    with _system_errors(directory.location):
+        listed = tuple(directory.names())
+    return Found(listed, any(_is_live(directory, name, stale_after) for name in listed))
+
+
+def _is_live(directory: Directory, name: str, stale_after: float) -> bool:
+    if names.marker_save_id(name) is None:
+        return False
+    try:
+        owner = ProcessIdentity.parse(directory.read(name))
+        age = directory.age(name)
+    except CheckpointError:
+        return False
+    return not (owner is not None and owner.is_gone()) and age <= stale_after
+
+
+def read_manifest(directory: Directory, found: Found) -> Manifest:
+    """What a checkpoint holds, ours or plain DCP's; the newer where both are there.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        IncompleteCheckpointError: a save was begun and never committed.
+        CorruptCheckpointError: naming the file that is damaged.
+    """
+    if found.has_manifest:
+        manifest = _decoded(directory)
+        if not (found.has_metadata and _is_overwritten(directory, manifest)):
+            return manifest
+    if found.has_metadata:
+        return _plain_dcp(directory)
+    raise _nothing(directory, found)
+
+
+def state_of(directory: Directory, found: Found) -> tuple[State, Manifest | None, str]:
+    """The state of a directory, its manifest if that can be read, and what is wrong with it."""
+    try:
+        manifest = read_manifest(directory, found)
+    except IncompleteCheckpointError:
+        return (State.IN_PROGRESS if found.is_being_saved else State.INCOMPLETE), None, ""
+    except CheckpointNotFoundError:
+        raise
+    except CheckpointError as error:
+        return State.DAMAGED, None, str(error)
+    if not manifest.is_foreign:
+        return State.COMMITTED, manifest, ""
+    return State.FOREIGN, manifest, OVERWRITTEN if found.has_manifest else ""
+
+
+def _is_overwritten(directory: Directory, manifest: Manifest) -> bool:
+    """Whether ``.metadata`` belongs to a save that the manifest knows nothing of."""
+    written = manifest.metadata
+    if written is not None and directory.size(names.METADATA) == written.size:
+        # The pickle ends with the save id; hashing all of it would take long at scale.
+        if manifest.save_id.encode() in directory.read(names.METADATA, -_TAIL_BYTES, _TAIL_BYTES):
+            return False
+    digest = digest_of("xxh3_64", directory.read(names.METADATA)).hex()
+    return digest not in (manifest.superseded, None if written is None else written.digest)
+
+
+def _decoded(directory: Directory) -> Manifest:
+    with _named(directory):
+        return Manifest.decode(directory.read(names.MANIFEST))
+
+
+def _plain_dcp(directory: Directory) -> Manifest:
+    from dcp_pipeline.formats.metadata_pickle import read_metadata
+    from dcp_pipeline.layout.dcp_metadata import manifest_of
+
+    with _named(directory):
+        metadata = read_metadata(directory.read(names.METADATA))
+        sizes = {n: directory.size(n) for n in directory.names() if names.is_data(n)}
+        return manifest_of(metadata, sizes)
+
+
+def _nothing(directory: Directory, found: Found) -> CheckpointNotFoundError:
+    location = directory.location
+    if not found.is_checkpoint:
+        return CheckpointNotFoundError(f"{location} has no checkpoint in it", location)
+    how = "a save into it is under way" if found.is_being_saved else "its save never finished"
+    return IncompleteCheckpointError(f"the checkpoint in {location} is incomplete: {how}", location)
+
+
+@contextlib.contextmanager
+def _named(directory: Directory) -> Iterator[None]:
+    """Put the directory into the message of what is wrong with a file in it."""
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error, CorruptCheckpointError | ValueError) and (
+            directory.location not in str(error)
+        ):
+            error.args = (f"{directory.location}: {error}", *error.args[1:])
+        raise
+
+
+@contextlib.contextmanager
+def _system_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise StorageError(f"{path}: {error.strerror or error}", path, error.errno) from error

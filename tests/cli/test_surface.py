@@ -1,0 +1,60 @@
+"""What the command line promises: a change here is a change for everybody's scripts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import torch
+import typer.main
+
+from dcp_pipeline.cli.main import app
+from dcp_pipeline.pipeline import Pipeline
+
+SURFACE = {
+    "config": ["--help", "--json", "--recipe", "-r", "overrides"],
+    "recipes": ["--help", "--json"],
+    "graph": ["--format", "--help", "--output", "--recipe", "-f", "-o", "-r", "arguments"],
+    "inspect": ["--files", "--help", "--json", "--keys", "path"],
+    "ls": ["--help", "--json", "path"],
+}
+
+
+def test_commands_and_options_are_frozen() -> None:
+    group = typer.main.get_command(app)
+    assert {name: _options(command) for name, command in group.commands.items()} == SURFACE
+
+
+def _options(command: click.Command) -> list[str]:
+    context = click.Context(command)
+    return sorted(
+        name
+        for parameter in command.get_params(context)
+        for name in (parameter.opts if parameter.param_type_name == "option" else [parameter.name])
+    )
+
+
+@pytest.mark.parametrize("command", SURFACE)
+def test_help_says_what_a_command_is_for(command: str) -> None:
+    group = typer.main.get_command(app)
+    assert group.commands[command].help
+
+
+@pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
+def test_our_checkpoints_are_looked_at_without_torch(tmp_path: Path, serialization: str) -> None:
+    with Pipeline.from_recipe("tiny_decoder", [f"serialization={serialization}"]) as pipeline:
+        pipeline.save({"w": torch.ones(4)}, tmp_path / "step-1")
+    for arguments in (
+        ["inspect", str(tmp_path / "step-1"), "--files"],
+        ["inspect", str(tmp_path / "step-1"), "--json"],
+        ["ls", str(tmp_path)],
+        ["ls", str(tmp_path / "step-1"), "--json"],
+    ):
+        program = (
+            "import sys\nfrom dcp_pipeline.cli.main import main\n"
+            f"try:\n    main({arguments!r})\nexcept SystemExit as exit:\n    assert not exit.code\n"
+            "assert 'torch' not in sys.modules, 'torch was imported'"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
