@@ -93,6 +93,13 @@ class FileChanges:
         """Give ``source`` the name ``target`` in one atomic step."""
         os.replace(source, target)
 
+    def symlink(self, text: str, path: str) -> None:
+        """Make ``path`` a symbolic link to ``text``; ``FileExistsError`` if the name is taken.
+
+        Unlike a file it is never there without its content.
+        """
+        os.symlink(text, path)
+
     def remove(self, path: str) -> None:
         """Remove a file; ``FileNotFoundError`` if it is not there."""
         os.unlink(path)

@@ -27,6 +27,7 @@ __all__ = ["FileSystemStorage", "local_path"]
 
 LOCK = ".committing.lock"
 _LOCK_TIMEOUT = 30.0
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def local_path(checkpoint_id: str | os.PathLike[str]) -> str:
@@ -211,6 +212,7 @@ class FileSystemDirectory(Directory):
                     f"{self._path(name)} was changed while this save was under way: another job saves"
                     " into the same checkpoint. What this save wrote is not part of it"
                 )
+            self._remove_temporaries([name, *(other for other, _ in also)])
             self._replace(name, data)
             for other, content in also:
                 if content is not None:
@@ -218,6 +220,15 @@ class FileSystemDirectory(Directory):
                 elif self.exists(other):
                     self.delete([other])
             self.sync()
+
+    def _remove_temporaries(self, names: Iterable[str]) -> None:
+        """What a process that was killed in `_replace` has left; it held the lock that we hold."""
+        stems = {f".{name.lstrip('.')}" for name in names}
+        self.delete(
+            found
+            for found in self.names()
+            if found.endswith(".tmp") and found[: -len(".01234567.tmp")] in stems
+        )
 
     def _replace(self, name: str, data: bytes) -> None:
         temporary = self._path(f".{name.lstrip('.')}.{os.urandom(4).hex()}.tmp")
@@ -237,7 +248,7 @@ class FileSystemDirectory(Directory):
         deadline = time.monotonic() + _LOCK_TIMEOUT
         while True:
             try:
-                self._write_small(path, owner)
+                self._take_lock(path, owner)
                 break
             except FileExistsError:
                 if self._break_lock(path):
@@ -254,12 +265,21 @@ class FileSystemDirectory(Directory):
         finally:
             self.delete([LOCK])
 
+    def _take_lock(self, path: str, owner: bytes) -> None:
+        # A link appears together with its text: a process that is killed here never leaves a lock
+        # that does not say whose it is.
+        try:
+            self._changes.symlink(owner.decode(), path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._write_small(path, owner)
+
     def _break_lock(self, path: str) -> bool:
         """Remove the lock of a process that is gone; whether it is worth trying again at once."""
         try:
-            with open(path, "rb") as file:
-                content = file.read()
-            age = time.time() - os.stat(path).st_mtime
+            age = time.time() - os.lstat(path).st_mtime
+            content = _text_of(path)
         except FileNotFoundError:
             return True
         holder = ProcessIdentity.parse(content)
@@ -307,6 +327,16 @@ class FileSystemDirectory(Directory):
                 room = f" ({wanted} bytes wanted, {free} free in {self.location})"
         name = errno.errorcode.get(code, str(code))
         return StorageError(f"{path}: {error.strerror or error} [{name}]{room}", path, code)
+
+
+def _text_of(path: str) -> bytes:
+    try:
+        return os.fsencode(os.readlink(path))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    with open(path, "rb") as file:
+        return file.read()
 
 
 class _FileSource(Source):

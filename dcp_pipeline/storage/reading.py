@@ -31,6 +31,7 @@ class Read:
         key: what it is part of, for errors.
         target: memory of ``length`` bytes to fill; or else
         deliver: called with the bytes, which are valid only during the call.
+        before: called before anything is overwritten.
     """
 
     offset: int
@@ -38,6 +39,7 @@ class Read:
     key: str
     target: memoryview | None = None
     deliver: Callable[[memoryview], None] | None = None
+    before: Callable[[], None] | None = None
 
 
 def read_ranges(
@@ -65,6 +67,8 @@ def read_ranges(
     reader = _Reader(source, sums, block_bytes, check)
     small: list[Read] = []
     for read in sorted(reads, key=lambda read: read.offset):
+        if read.before is not None:
+            read.before()
         small.extend(reader.read_direct(read))
     for window in _windows(small, block_bytes):
         reader.read_window(window)
