@@ -196,9 +196,9 @@ def _tensor_reads(located: Located, row: int, item: ReadItem, target: torch.Tens
     destination = Destination(item.storage_index.fqn, dtype, view, on_cast)
     if 0 in item.lengths:
         return []
-    return list(
-        item_reads(located, row, tuple(item.storage_offsets), tuple(item.lengths), destination)
-    )
+    begin, extent = tuple(item.storage_offsets), tuple(item.lengths)
+    sizes = located.table.boxes(row)[1]
+    return list(item_reads(located, row, sizes, begin, extent, destination))
 
 
 def _ignore(lost: int) -> None:

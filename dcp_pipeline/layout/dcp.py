@@ -124,6 +124,10 @@ class DcpLayout(Layout):
         if not directory.exists(names.METADATA):
             return ()
         try:
+            if directory.exists(names.MANIFEST) and not _is_foreign(
+                Manifest.decode(directory.read(names.MANIFEST)), directory
+            ):
+                return ()
             metadata = read_metadata(directory.read(names.METADATA))
             stored = (metadata.storage_data or {}).values()
             found = {str(info.relative_path) for info in stored}

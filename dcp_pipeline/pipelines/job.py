@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import CheckpointError, PeerFailedError
 from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.values import CoordinatorPlan
@@ -35,7 +36,7 @@ class SaveJob:
             committed them.
         has_tried_to_commit: on the coordinator, whether the commit record may be replaced by now.
         empty: containers of this rank's state that held nothing.
-        heartbeat, plan: on the coordinator only.
+        heartbeat, plan, committed: on the coordinator only.
     """
 
     parts: Parts
@@ -48,6 +49,7 @@ class SaveJob:
     empty: list[tuple[Path, str]] = field(default_factory=list)
     heartbeat: Heartbeat | None = None
     plan: CoordinatorPlan | None = None
+    committed: Manifest | None = None
 
     def check_peers(self) -> None:
         """Raise if another rank has failed meanwhile."""

@@ -36,8 +36,13 @@ class Rollback:
         self._old_values: dict[Path, Any] = {}
         self.containers = Undo()
 
+    @property
+    def keeper(self) -> Callable[[torch.Tensor], None] | None:
+        """:meth:`keep`, or ``None`` where nothing is copied."""
+        return self.keep if self._keeps_values else None
+
     def keep(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor that is about to be overwritten."""
+        """Copy a tensor that is about to be overwritten. Called from several threads."""
         if self._keeps_values:
             self._copies.append((tensor, tensor.detach().clone()))
 

@@ -69,6 +69,15 @@ def pieces_of(value: Any) -> ShardedValue:
 
 
 def _of_plain(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[Piece]:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        _refuse_unstorable(tensor)
+    elif tensor.is_quantized:
+        raise UnsupportedLeafError("a quantized tensor; store int_repr() and its scales")
+    if tensor.numel():
+        yield Piece(offsets, tuple(tensor.shape), tensor.detach())
+
+
+def _refuse_unstorable(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise UnsupportedLeafError(
             f"a tensor of layout {tensor.layout}; store its parts or to_dense()"
@@ -82,8 +91,6 @@ def _of_plain(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[Piece]
             f"a tensor of class {type(tensor).__name__}; give it DCP's protocol"
             " (__create_chunk_list__, __get_tensor_shard__) or store its inner tensors"
         )
-    if tensor.numel():
-        yield Piece(offsets, tuple(tensor.shape), tensor.detach())
 
 
 def _of_dtensor(value: DTensor, shape: tuple[int, ...]) -> Iterator[Piece]:

@@ -46,7 +46,7 @@ def read(match: Match, differences: Differences, manifest: Manifest, job: LoadJo
     casts = CastCounts()
     values: dict[int, Any] = {}
     with _open(manifest, job) as files:
-        reads = _reads_by_file(manifest, files, match, values, casts, job.rollback.keep)
+        reads = _reads_by_file(manifest, files, match, values, casts, job.rollback.keeper)
         job.bytes_read += files.run(reads)
         job.is_verified = files.is_verified
     for overflow in casts.overflows(match.tensors):
@@ -62,7 +62,7 @@ def read(match: Match, differences: Differences, manifest: Manifest, job: LoadJo
 def verify(match: Match, differences: Differences, manifest: Manifest, job: LoadJob) -> bool:
     """Read and check everything that ``read`` is going to read, and keep none of it."""
     with _open(manifest, job) as files:
-        reads = _reads_by_file(manifest, files, match, {}, CastCounts(), lambda tensor: None)
+        reads = _reads_by_file(manifest, files, match, {}, CastCounts(), None)
         blind = {file: list(_blind(parts)) for file, parts in reads.items()}
         job.bytes_read += files.run(blind)
     return True
@@ -132,7 +132,7 @@ def _reads_by_file(
     match: Match,
     values: dict[int, Any],
     casts: CastCounts,
-    keep: Callable[[Any], None],
+    keep: Callable[[Any], None] | None,
 ) -> dict[int, list[Read]]:
     """The reads of every file; ``values`` is filled by them with the bytes of values."""
     located = locate_items(manifest, match, files.source)
@@ -141,10 +141,7 @@ def _reads_by_file(
     reads: dict[int, list[Read]] = {}
     for target in match.tensors:
         rows = range(int(starts[target.key]), int(starts[target.key + 1]))
-        if not target.is_fresh:
-            for piece in target.pieces:
-                keep(piece.data)
-        for file, part in box_reads(located, rows, target, casts):
+        for file, part in box_reads(located, rows, target, casts, keep):
             reads.setdefault(file, []).append(part)
     for key in {target.key for target in match.values}:
         row = int(starts[key])

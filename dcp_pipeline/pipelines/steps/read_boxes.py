@@ -23,6 +23,9 @@ __all__ = ["CastCounts", "Destination", "box_reads", "item_reads"]
 
 _SLAB_BYTES = 2 << 20
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Begin and extent per dimension."""
+
 
 class CastCounts:
     """How many elements did not fit, by target; filled from several threads."""
@@ -60,12 +63,25 @@ class Destination:
         view: tensor of the box's shape.
         on_cast: called with the number of elements that did not fit, where ``view`` is of another
             dtype; ``None`` where it is of the same.
+        keep: called with memory before it is overwritten.
     """
 
     name: str
     dtype: torch.dtype
     view: torch.Tensor
     on_cast: Callable[[int], None] | None = None
+    keep: Callable[[torch.Tensor], None] | None = None
+
+    def read_direct(self, offset: int, length: int) -> Read:
+        """A range of a file that goes straight into the memory."""
+        return Read(offset, length, self.name, target=bytes_of(self.view), before=self._before())
+
+    def read_through(self, offset: int, length: int, deliver: Callable[[memoryview], None]) -> Read:
+        """A range of a file that ``deliver`` brings into the memory."""
+        return Read(offset, length, self.name, deliver=deliver, before=self._before())
+
+    def _before(self) -> Callable[[], None] | None:
+        return None if self.keep is None else partial(self.keep, self.view)
 
     def narrow(self, dimension: int, start: int, count: int) -> Destination:
         """A part of it."""
@@ -84,37 +100,48 @@ class Destination:
 
 
 def box_reads(
-    located: Located, rows: Sequence[int], target: TensorTarget, casts: CastCounts
+    located: Located,
+    rows: range,
+    target: TensorTarget,
+    casts: CastCounts,
+    keep: Callable[[torch.Tensor], None] | None = None,
 ) -> Iterator[tuple[int, Read]]:
     """``(file, read)`` for everything that the pieces of a target need of the chunks ``rows``.
+
+    Args:
+        keep: called with memory before it is overwritten.
 
     Raises:
         CorruptCheckpointError: the chunks do not cover a piece.
     """
     table = located.table
     width = len(table.keys[target.key].shape)
-    begin, end = (rows[0], rows[-1] + 1) if rows else (0, 0)
-    offsets = table.offsets[begin:end, :width]
-    sizes = table.sizes[begin:end, :width]
-    on_cast = partial(casts.add, target) if target.target_dtype is not None else None
+    offsets = table.offsets[rows.start : rows.stop, :width]
+    sizes = table.sizes[rows.start : rows.stop, :width]
+    whole = Destination(
+        target.name,
+        DTYPES[target.dtype],
+        torch.empty(0),
+        partial(casts.add, target) if target.target_dtype is not None else None,
+        None if target.is_fresh else keep,
+    )
     for piece in target.pieces:
         covered = 0
         for row in _meeting(offsets, sizes, piece):
             chunk = (tuple(offsets[row].tolist()), tuple(sizes[row].tolist()))
-            low = tuple(map(max, chunk[0], piece.offsets))
-            extent = tuple(
-                min(a + b, c + d) - e
-                for a, b, c, d, e in zip(*chunk, piece.offsets, piece.sizes, low, strict=True)
-            )
-            covered += prod(extent)
+            low, extent = piece.offsets, piece.sizes
             view = piece.data.detach()
-            for dimension, (at, count) in enumerate(zip(low, extent, strict=True)):
-                if count != piece.sizes[dimension]:
-                    view = view.narrow(dimension, at - piece.offsets[dimension], count)
+            if chunk != (low, extent):
+                low, extent = _common(chunk, (low, extent))
+                for dimension, (at, count) in enumerate(zip(low, extent, strict=True)):
+                    if count != piece.sizes[dimension]:
+                        view = view.narrow(dimension, at - piece.offsets[dimension], count)
+            covered += prod(extent)
             inside = tuple(a - b for a, b in zip(low, chunk[0], strict=True))
-            destination = Destination(target.name, DTYPES[target.dtype], view, on_cast)
-            file = int(table.file[begin + row])
-            for read in item_reads(located, begin + row, inside, extent, destination):
+            place = rows.start + row
+            file = int(table.file[place])
+            destination = replace(whole, view=view)
+            for read in item_reads(located, place, chunk[1], inside, extent, destination):
                 yield file, read
         if covered != prod(piece.sizes):
             raise CorruptCheckpointError(
@@ -123,19 +150,30 @@ def box_reads(
             )
 
 
+def _common(one: Box, other: Box) -> Box:
+    """The part that two boxes share."""
+    low = tuple(map(max, one[0], other[0]))
+    extent = tuple(min(a + b, c + d) - e for a, b, c, d, e in zip(*one, *other, low, strict=True))
+    return low, extent
+
+
 def item_reads(
     located: Located,
     row: int,
+    sizes: tuple[int, ...],
     begin: tuple[int, ...],
     extent: tuple[int, ...],
     destination: Destination,
 ) -> Iterator[Read]:
-    """Reads for the box ``begin``, ``extent`` within the chunk of one row."""
+    """Reads for the box ``begin``, ``extent`` within the chunk of one row, of ``sizes``."""
     table = located.table
-    base = int(table.offset[row] + table.payload[row])
+    base = int(table.offset[row]) + int(table.payload[row])
     stored = located.strided.get(row)
     if stored is None:
-        yield from _dense_reads(base, table.boxes(row)[1], begin, extent, destination)
+        if extent == sizes and destination.on_cast is None and is_plain_memory(destination.view):
+            yield destination.read_direct(base, prod(sizes) * destination.dtype.itemsize)
+        else:
+            yield from _dense_reads(base, sizes, begin, extent, destination)
         return
 
     def deliver(data: memoryview) -> None:
@@ -145,7 +183,7 @@ def item_reads(
             tensor = tensor.narrow(dimension, start, count)
         destination.fill(tensor)
 
-    yield Read(base, stored.payload_bytes, destination.name, deliver=deliver)
+    yield destination.read_through(base, stored.payload_bytes, deliver)
 
 
 def _meeting(offsets: Any, sizes: Any, piece: Piece) -> Sequence[int]:
@@ -173,12 +211,12 @@ def _dense_reads(
     length = (last - first + 1) * dtype.itemsize
     is_dense = last - first + 1 == prod(extent)
     if is_dense and destination.on_cast is None and is_plain_memory(view):
-        yield Read(offset, length, destination.name, target=bytes_of(view))
+        yield destination.read_direct(offset, length)
         return
     dimension = next((d for d, count in enumerate(extent) if count > 1), None)
     if length <= _SLAB_BYTES or dimension is None:
         deliver = partial(_deliver, destination, extent, strides)
-        yield Read(offset, length, destination.name, deliver=deliver)
+        yield destination.read_through(offset, length, deliver)
         return
     span = max(1, length // extent[dimension])
     step = max(1, min(_SLAB_BYTES // span, extent[dimension] - 1))

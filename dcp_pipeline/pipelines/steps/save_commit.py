@@ -56,8 +56,9 @@ def commit(
         job.may_delete = is_settled or isinstance(error, PeerFailedError)
         raise
     job.may_delete = False
-    data = job.coordinator.broadcast("commit", answer if job.coordinator.is_coordinator else None)
-    return Manifest.decode(data)
+    is_coordinator = job.coordinator.is_coordinator
+    record = job.coordinator.broadcast("commit", answer if is_coordinator else None)
+    return Manifest.decode(record) if job.committed is None else job.committed
 
 
 def _encode(receipt: Receipt) -> bytes:
@@ -107,7 +108,8 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
         raise
     except BaseException as error:
         _settle_doubt(directory, name, record, plan.record, error)
-    _tidy(job, plan)
+    job.committed = manifest
+    _tidy(job, plan, record)
     return record
 
 
@@ -193,13 +195,15 @@ def versions() -> dict[str, str]:
     }
 
 
-def _tidy(job: SaveJob, plan: CoordinatorPlan) -> None:
+def _tidy(job: SaveJob, plan: CoordinatorPlan, record: bytes) -> None:
     """Delete what the replaced checkpoint and dead saves have left; never fails the save."""
     directory = job.directory
     try:
         found = directory.names()
         # Read after the listing: a save that committed meanwhile is either in its marker or here.
-        current = Manifest.decode(directory.read(job.parts.layout.record))
+        found_record = directory.read(job.parts.layout.record)
+        current = job.committed if found_record == record else Manifest.decode(found_record)
+        assert current is not None
         kept = {file.name for file in current.files} | {sums.name for sums in current.sums}
         alive = live_saves(directory, found, job.parts.storage.stale_after) | {job.save_id[:8]}
         save_of = job.parts.layout.save_of
