@@ -16,7 +16,7 @@ from dcp_pipeline.tools.opening import Found, State, look, open_directory, state
 
 __all__ = ["CheckpointInfo", "Listing", "list_directory"]
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
 
 
 @dataclass(frozen=True, slots=True)
