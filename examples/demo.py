@@ -60,6 +60,8 @@ def main() -> int:
     checks = run_until_one_fails([lose_a_rank, resume, open_with_plain_dcp])
     show_checks(checks)
     failed = sum(not check.holds for check in checks)
+    if failed:
+        console.print(f"What the jobs printed is in {RUN.name}/*.log")
     say(f"{len(checks)} checks, {failed} failed, {time.monotonic() - started:.0f} seconds")
     return 1 if failed else 0
 
