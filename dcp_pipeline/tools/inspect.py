@@ -222,7 +222,8 @@ def files_of(directory: Directory, found: Found, manifest: Manifest | None) -> l
     records: tuple[str, ...] = (names.MANIFEST, names.METADATA)
     listed = [name for name in records if name in found.names]
     listed += expected
-    others = [name for name in found.names if name not in set(listed)]
+    named = set(listed)
+    others = [name for name in found.names if name not in named]
     # A lock is a link to nowhere, and what has just gone is no file of this checkpoint.
     listed += [n for n in others if os.path.isfile(os.path.join(directory.location, n))]
     known = {sums.name for sums in manifest.sums} if manifest is not None else set()
