@@ -17,6 +17,7 @@ import pytest
 
 from dcp_pipeline.cli.main import main
 from dcp_pipeline.config.model import PipelineConfig
+from dcp_pipeline.core import registry
 from dcp_pipeline.graph.drawing import draw
 from dcp_pipeline.pipeline import Pipeline
 
@@ -53,6 +54,7 @@ def blocks_of(document: str) -> list[Block]:
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_examples_run(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     names: dict[str, object] = {"__name__": "example"}
     for block in blocks_of(document):
         if block.file is not None:
@@ -89,9 +91,13 @@ def _run_line(words: list[str]) -> None:
 
 
 def test_the_pictures_are_what_is_built() -> None:
-    graphs = Pipeline(PipelineConfig())
     pictures = [block.text for block in blocks_of("README.md") if block.language == "mermaid"]
-    assert pictures == [draw(graphs.save_graph, "mermaid"), draw(graphs.load_graph, "mermaid")]
+    assert pictures == _pictures(), "python -m tests.docs.test_documents draws them anew"
+
+
+def _pictures() -> list[str]:
+    with Pipeline(PipelineConfig()) as pipeline:
+        return [draw(graph, "mermaid") for graph in (pipeline.save_graph, pipeline.load_graph)]
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
@@ -110,3 +116,20 @@ def test_links_lead_somewhere(document: str) -> None:
 def _anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def draw_anew() -> None:
+    """Put the graphs as they are now into the README."""
+    drawn = iter(_pictures())
+    path = ROOT / "README.md"
+    text = re.sub(
+        r"(?<=^```mermaid\n).*?(?=^```$)",
+        lambda match: next(drawn),
+        path.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    draw_anew()
