@@ -33,10 +33,17 @@ def error_to_record(error: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     return {
         "type": type(error).__name__,
-        "message": str(error),
+        "message": _text(error),
         "attributes": attributes,
         "frames": [[frame.filename, frame.lineno or 0, frame.name, frame.line] for frame in frames],
     }
+
+
+def _text(error: BaseException) -> str:
+    # A KeyError shows the repr of its key, and would show the repr of that once made anew.
+    if isinstance(error, KeyError) and not isinstance(error, CheckpointError):
+        return str(error.args[0]) if error.args else ""
+    return str(error)
 
 
 def error_from_record(record: dict[str, Any]) -> tuple[BaseException, traceback.StackSummary]:
@@ -59,10 +66,13 @@ def _rebuild(record: dict[str, Any]) -> BaseException:
     if issubclass(kind, OSError) and not issubclass(kind, CheckpointError):
         code = attributes.get("errno")
         return kind(message) if code is None else OSError(code, _reason(message, code))
-    error = kind.__new__(kind)
-    error.args = (message,)
-    for attribute, value in attributes.items():
-        setattr(error, attribute, value)
+    try:
+        error = kind(message)
+        for attribute, value in attributes.items():
+            setattr(error, attribute, value)
+    except (TypeError, AttributeError, ValueError):
+        # Whatever cannot be made of a message alone; the other ranks still have to hear of it.
+        return RemoteError(f"{name}: {message}", name)
     return error
 
 
