@@ -1,7 +1,9 @@
 """Agreement over ``torch.distributed``, on a gloo group of its own.
 
-The group is made once per process group and never shared with training. Messages are bytes:
-lengths are gathered first, then each rank sends exactly what it has.
+The group is made once per process group and never shared with training. Messages are bytes that
+go to the coordinator and back, so that a rank that is gone is known by name. Every round runs in a
+thread of its own while the caller keeps looking at the store, so that a rank which has lost contact
+with one other can tell all the rest.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +26,14 @@ from dcp_pipeline.coordination.base import Coordination
 from dcp_pipeline.coordination.exchange import decide, open_answer, wrap_message
 from dcp_pipeline.coordination.single_process import SingleProcessCoordinator
 from dcp_pipeline.core.coordinator import Coordinator, Reduce
-from dcp_pipeline.core.errors import CheckpointError, CoordinationError, NotDistributedError
+from dcp_pipeline.core.errors import CoordinationError, NotDistributedError
 
 __all__ = ["ProcessGroupCoordination", "ProcessGroupCoordinator"]
+
+T = TypeVar("T")
+
+_GRACE_POLLS = 6
+_LENGTH = struct.Struct("<q")
 
 
 class ProcessGroupCoordination(Coordination):
@@ -59,6 +67,22 @@ class ProcessGroupCoordination(Coordination):
         return ProcessGroupCoordinator(control, coordinator_rank, self._poll_seconds)
 
 
+class _ControlGroup:
+    """A gloo group with the ranks of another group, and a store to look at between messages."""
+
+    def __init__(self, group: Any, timeout: timedelta) -> None:
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.group = dist.new_group(
+            self.ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
+        default_store = dist.distributed_c10d._get_default_store()
+        self.store = dist.PrefixStore(f"dcp_pipeline/{self.group.group_name}", default_store)
+        self.turns = itertools.count()
+        self.lock = threading.Lock()
+        self.is_broken = False
+        self.has_lost_store = False
+
+
 _CONTROL_GROUPS: weakref.WeakKeyDictionary[Any, dict[timedelta, _ControlGroup]]
 _CONTROL_GROUPS = weakref.WeakKeyDictionary()
 """Groups live as long as the process group they were made for; making one takes a rendezvous."""
@@ -66,28 +90,21 @@ _CONTROL_GROUPS = weakref.WeakKeyDictionary()
 _CREATION = threading.Lock()
 
 
-class _ControlGroup:
-    """A gloo group with the ranks of another group, and a store to look at between collectives."""
-
-    def __init__(self, group: Any, timeout: timedelta) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        self.group = dist.new_group(
-            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
-        )
-        store = dist.distributed_c10d._get_default_store()
-        name = f"dcp_pipeline/{self.group.group_name}"
-        self.store = dist.PrefixStore(name, store)
-        self.ranks = ranks
-        self.turns = itertools.count()
-        self.lock = threading.Lock()
-
-
 def _control_group(group: Any, timeout: timedelta) -> _ControlGroup:
     with _CREATION:
         known = _CONTROL_GROUPS.setdefault(group, {})
-        if timeout not in known:
+        if timeout not in known or known[timeout].is_broken:
             known[timeout] = _ControlGroup(group, timeout)
         return known[timeout]
+
+
+class _LostContact(Exception):
+    """Sending to or receiving from a rank has failed."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
+        self.reason = reason
 
 
 class ProcessGroupCoordinator(Coordinator):
@@ -102,99 +119,199 @@ class ProcessGroupCoordinator(Coordinator):
         self._poll_seconds = poll_seconds
         self._next_poll = 0.0
         # Every rank makes its coordinators in the same order, so the number names the operation.
-        self._failure_key = f"failed/{next(control.turns)}"
+        turn = next(control.turns)
+        self._failure_key = f"failed/{turn}"
+        self._lost_key = f"lost/{turn}"
         self._has_failed = False
 
     def exchange(
         self, step: str, message: bytes | BaseException, reduce: Reduce | None = None
     ) -> bytes:
         own = message if isinstance(message, BaseException) else None
-        with self._control.lock, _collective(step, self.rank):
+        failed: list[BaseException | None] = []
+
+        def round_trip() -> bytes:
             messages = self._gather(wrap_message(message))
-            answers = None
-            if messages is not None:
-                answers, failed = decide(step, messages, reduce, self.rank, self.world_size)
-                own = own or failed
-            answer = self._scatter(answers)
-        return open_answer(step, answer, own, self.rank)
+            if messages is None:
+                return self._receive(self.coordinator_rank)
+            answers, error = decide(step, messages, reduce, self.rank, self.world_size)
+            failed.append(error)
+            self._send_all(answers)
+            return answers[self.rank]
+
+        answer = self._watched(step, round_trip)
+        return open_answer(step, answer, own or (failed[0] if failed else None), self.rank)
 
     def broadcast(self, step: str, data: bytes | None) -> bytes:
-        source = self._global(self.coordinator_rank)
-        with self._control.lock, _collective(step, self.rank):
+        def round_trip() -> bytes:
+            source = self._global(self.coordinator_rank)
             length = torch.tensor([len(data or b"")])
-            dist.broadcast(length, source, self._group)
-            buffer = torch.empty(int(length), dtype=torch.uint8) if data is None else _tensor(data)
-            dist.broadcast(buffer, source, self._group)
-        return buffer.numpy().tobytes() if data is None else data
+            with _contact(self.coordinator_rank):
+                dist.broadcast(length, source, self._group)
+                size = int(length)
+                buffer = torch.empty(size, dtype=torch.uint8) if data is None else _tensor(data)
+                dist.broadcast(buffer, source, self._group)
+            return buffer.numpy().tobytes() if data is None else data
+
+        return self._watched(step, round_trip)
+
+    def pass_on(
+        self, sends: list[tuple[int, memoryview]], receives: list[tuple[int, memoryview]]
+    ) -> None:
+        def transfer() -> bytes:
+            pending: list[tuple[int, Any]] = []
+            for rank, buffer in receives:
+                tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+                with _contact(rank):
+                    pending.append((rank, dist.irecv(tensor, self._global(rank), self._group)))
+            for rank, buffer in sends:
+                tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+                with _contact(rank):
+                    pending.append((rank, dist.isend(tensor, self._global(rank), self._group)))
+            for rank, work in pending:
+                with _contact(rank):
+                    work.wait()
+            return b""
+
+        if sends or receives:
+            self._watched("read", transfer)
 
     def _gather(self, message: bytes) -> list[bytes] | None:
-        length = torch.tensor([len(message)])
         if not self.is_coordinator:
-            dist.gather(length, dst=self._global(self.coordinator_rank), group=self._group)
-            dist.send(_tensor(message), self._global(self.coordinator_rank), self._group)
+            self._send(message, self.coordinator_rank)
             return None
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.gather(length, lengths, self._global(self.rank), self._group)
-        received: list[bytes] = []
-        for sender in range(self.world_size):
-            if sender == self.rank:
-                received.append(message)
-                continue
-            buffer = torch.empty(int(lengths[sender]), dtype=torch.uint8)
-            dist.recv(buffer, self._global(sender), self._group)
-            received.append(buffer.numpy().tobytes())
-        return received
+        # All at a time, so that nobody's send has to wait for a rank that does not answer.
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        lengths = self._receive_all(dict.fromkeys(others, _LENGTH.size))
+        sizes = {rank: _LENGTH.unpack(length)[0] for rank, length in lengths.items()}
+        received = self._receive_all(sizes) | {self.rank: message}
+        return [received[rank] for rank in range(self.world_size)]
 
-    def _scatter(self, answers: list[bytes] | None) -> bytes:
-        length = torch.zeros(1, dtype=torch.int64)
-        if answers is None:
-            dist.scatter(length, src=self._global(self.coordinator_rank), group=self._group)
-            buffer = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(buffer, self._global(self.coordinator_rank), self._group)
-            return buffer.numpy().tobytes()
-        lengths = [torch.tensor([len(answer)]) for answer in answers]
-        dist.scatter(length, lengths, self._global(self.rank), self._group)
-        pending = [
-            dist.isend(_tensor(answer), self._global(receiver), self._group)
-            for receiver, answer in enumerate(answers)
-            if receiver != self.rank
-        ]
-        for work in pending:
-            if work is not None:
+    def _receive_all(self, sizes: dict[int, int]) -> dict[int, bytes]:
+        buffers = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
+        pending: dict[int, Any] = {}
+        for rank, buffer in buffers.items():
+            with _contact(rank):
+                pending[rank] = dist.irecv(buffer, self._global(rank), self._group)
+        for rank, work in pending.items():
+            with _contact(rank):
                 work.wait()
-        return answers[self.rank]
+        return {rank: buffer.numpy().tobytes() for rank, buffer in buffers.items()}
+
+    def _send_all(self, answers: list[bytes]) -> None:
+        for receiver, answer in enumerate(answers):
+            if receiver != self.rank:
+                self._send(answer, receiver)
+
+    def _send(self, message: bytes, receiver: int) -> None:
+        with _contact(receiver):
+            dist.send(_tensor(_LENGTH.pack(len(message))), self._global(receiver), self._group)
+            dist.send(_tensor(message), self._global(receiver), self._group)
+
+    def _receive(self, sender: int) -> bytes:
+        (length,) = _LENGTH.unpack(self._receive_all({sender: _LENGTH.size})[sender])
+        return self._receive_all({sender: length})[sender]
 
     def _global(self, rank: int) -> int:
         return self._control.ranks[rank]
 
+    def _watched(self, step: str, action: Callable[[], bytes]) -> bytes:
+        """Run ``action`` in a thread, and give it up when another rank has lost contact."""
+        result: list[bytes] = []
+        errors: list[BaseException] = []
+        done = threading.Event()
+
+        def work() -> None:
+            try:
+                result.append(action())
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        with self._control.lock:
+            threading.Thread(target=work, name=f"dcp_pipeline {step}", daemon=True).start()
+            try:
+                while not done.wait(self._poll_seconds):
+                    lost = self._lost()
+                    if lost is not None:
+                        raise self._broken(step, *lost)
+            except (KeyboardInterrupt, SystemExit):
+                self._tell_lost(self.rank, "it was interrupted")
+                self._control.is_broken = True
+                raise
+            if errors:
+                raise self._explain(step, errors[0]) from errors[0]
+        return result[0]
+
+    def _explain(self, step: str, error: BaseException) -> BaseException:
+        if not isinstance(error, _LostContact):
+            return error
+        # Another rank may know better who is gone: a rank whose own partner is gone stops answering.
+        for _ in range(_GRACE_POLLS):
+            lost = self._lost()
+            if lost is not None:
+                return self._broken(step, *lost)
+            if error.rank != self.coordinator_rank:
+                break
+            time.sleep(self._poll_seconds / 2)
+        self._tell_lost(error.rank, error.reason)
+        return self._broken(step, error.rank, error.reason)
+
+    def _broken(self, step: str, rank: int, reason: str) -> CoordinationError:
+        self._control.is_broken = True
+        return CoordinationError(
+            f"rank {rank} was lost during {step}: {reason}. It has ended, or it did not answer within"
+            " coordination.timeout_seconds"
+        )
+
+    def _lost(self) -> tuple[int, str] | None:
+        if not self._is_set(self._lost_key):
+            return None
+        told = self._ask_store(lambda store: store.get(self._lost_key))
+        if told is None:
+            return None
+        rank, _, reason = told.decode().partition(" ")
+        return int(rank), reason
+
+    def _tell_lost(self, rank: int, reason: str) -> None:
+        self._set(self._lost_key, f"{rank} {reason}")
+
+    def _is_set(self, key: str) -> bool:
+        return bool(self._ask_store(lambda store: store.check([key])))
+
+    def _set(self, key: str, value: str) -> None:
+        self._ask_store(lambda store: store.set(key, value))
+
+    def _ask_store(self, question: Callable[[Any], Any]) -> Any:
+        """An answer of the store, ``None`` once its host is gone: asking again would only be noise."""
+        if self._control.has_lost_store:
+            return None
+        try:
+            return question(self._control.store)
+        except RuntimeError:
+            self._control.has_lost_store = True
+            return None
+
     def report_failure(self, error: BaseException) -> None:
         # The exchange that follows carries the error itself; this only wakes the others up.
         self._has_failed = True
-        with contextlib.suppress(RuntimeError):
-            self._control.store.set(self._failure_key, str(self.rank))
+        self._set(self._failure_key, str(self.rank))
 
     def peer_failed(self) -> bool:
         now = time.monotonic()
         if self._has_failed or now < self._next_poll:
             return False
         self._next_poll = now + self._poll_seconds
-        try:
-            return bool(self._control.store.check([self._failure_key]))
-        except RuntimeError:
-            return False
+        return self._is_set(self._failure_key)
 
 
 @contextlib.contextmanager
-def _collective(step: str, rank: int) -> Iterator[None]:
+def _contact(rank: int) -> Any:
     try:
         yield
-    except CheckpointError:
-        raise
     except (RuntimeError, ValueError) as error:
-        raise CoordinationError(
-            f"rank {rank} lost contact with another rank during {step}: {error}. Either it has ended"
-            " or it did not answer within coordination.timeout_seconds"
-        ) from error
+        raise _LostContact(rank, str(error).splitlines()[0]) from error
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -55,6 +55,15 @@ class Coordinator(ABC):
         """The coordinator's ``data`` on every rank; the others pass ``None``."""
 
     @abstractmethod
+    def pass_on(
+        self, sends: list[tuple[int, memoryview]], receives: list[tuple[int, memoryview]]
+    ) -> None:
+        """Send bytes to ranks and fill buffers with what ranks send, all at a time.
+
+        Between two ranks, what is sent first is received first; both know how many bytes.
+        """
+
+    @abstractmethod
     def report_failure(self, error: BaseException) -> None:
         """Let the other ranks know, between two exchanges, that this one cannot go on."""
 

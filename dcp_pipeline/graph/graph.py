@@ -45,8 +45,13 @@ class Graph:
         return self._makers.get(value)
 
     def adding(self, *nodes: Node) -> Graph:
-        """This graph with further nodes."""
-        return Graph(self.name, [*self.nodes, *nodes], self.inputs)
+        """This graph with further nodes, each as early as its inputs allow."""
+        listed = list(self.nodes)
+        for node in nodes:
+            made = {maker.name for name in node.inputs if (maker := self._makers.get(name))}
+            place = max((i + 1 for i, other in enumerate(listed) if other.name in made), default=0)
+            listed.insert(place if made else len(listed), node)
+        return Graph(self.name, listed, self.inputs)
 
     def through(self, value: str, node: Node) -> Graph:
         """This graph with ``node`` put in behind whatever makes ``value``.

@@ -18,11 +18,10 @@ from dcp_pipeline.formats.metadata_pickle import read_metadata, write_metadata
 from dcp_pipeline.layout import names
 from dcp_pipeline.layout.base import Layout
 from dcp_pipeline.layout.dcp_metadata import manifest_of, metadata_of
+from dcp_pipeline.layout.record import is_overwritten_by_dcp
 from dcp_pipeline.storage.base import Directory
 
 __all__ = ["DcpLayout"]
-
-_TAIL_BYTES = 4096
 
 
 class DcpLayout(Layout):
@@ -68,7 +67,7 @@ class DcpLayout(Layout):
             manifest = Manifest.decode(directory.read(names.MANIFEST))
         except MissingFileError:
             return self._open_plain(directory)
-        if not _is_foreign(manifest, directory):
+        if not is_overwritten_by_dcp(manifest, directory):
             return manifest
         if self._on_foreign_overwrite == "manifest":
             return manifest
@@ -124,7 +123,7 @@ class DcpLayout(Layout):
         if not directory.exists(names.METADATA):
             return ()
         try:
-            if directory.exists(names.MANIFEST) and not _is_foreign(
+            if directory.exists(names.MANIFEST) and not is_overwritten_by_dcp(
                 Manifest.decode(directory.read(names.MANIFEST)), directory
             ):
                 return ()
@@ -135,21 +134,6 @@ class DcpLayout(Layout):
             # What cannot be read names nothing that may be deleted.
             return ()
         return {name for name in found if names.is_plain_dcp_data(name)}
-
-
-def _is_foreign(manifest: Manifest, directory: Directory) -> bool:
-    """Whether ``.metadata`` belongs to a save that the manifest knows nothing of."""
-    if not directory.exists(names.METADATA):
-        return False
-    written = manifest.metadata
-    if written is not None and directory.size(names.METADATA) == written.size:
-        # The pickle ends with the save id; reading all of it would take long at scale.
-        tail = directory.read(names.METADATA, -_TAIL_BYTES, _TAIL_BYTES)
-        if manifest.save_id.encode() in tail:
-            return False
-    digest = digest_of("xxh3_64", directory.read(names.METADATA)).hex()
-    known = (manifest.superseded, None if written is None else written.digest)
-    return digest not in known
 
 
 def _nothing_there(directory: Directory) -> CheckpointNotFoundError:

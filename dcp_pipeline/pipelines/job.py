@@ -62,7 +62,7 @@ class SaveJob:
             with contextlib.suppress(CheckpointError):
                 self.directory.delete(self.written)
         if self.heartbeat is not None:
-            self.heartbeat.stop(remove=self.may_delete)
+            self.heartbeat.stop(remove=self.may_delete or self.committed is not None)
 
     def finish(self) -> None:
         """Remove the marker of a save that is committed."""

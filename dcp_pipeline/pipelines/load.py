@@ -29,7 +29,10 @@ def load_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
         # Read into the caller's tensors, verifying every block.
         Node("read", load_read.read, ("match", "differences", "manifest", "job"), ("fetched",)),
         # All ranks: everybody has everything, or everybody puts everything back.
-        Node("settle", load_apply.settle, ("template", "job"), ("settled",), coordinates=True),
+        Node(
+            "settle", load_apply.settle, ("template", "fetched", "job"), ("settled",),
+            coordinates=True,
+        ),
         # Put values in their places and let Stateful objects take their state; all or nobody.
         Node(
             "apply", load_apply.apply, ("template", "fetched", "settled", "job"), ("applied",),
@@ -43,4 +46,4 @@ def load_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
         ))  # fmt: skip
         nodes.insert(5, Node("settle verify", load_apply.settle_verify, ("verified", "job"), (),
                              coordinates=True))  # fmt: skip
-    return Graph("load", [*nodes, *extra], inputs=("state", "job"))
+    return Graph("load", nodes, inputs=("state", "job")).adding(*extra)

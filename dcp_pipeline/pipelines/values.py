@@ -20,14 +20,14 @@ class Share:
         names: stored name of each key of this rank's local plan.
         row: ``[n]`` row of the local plan that each chunk is a part of.
         offsets, sizes: ``[n, d]`` the chunk in the global tensor.
-        nbytes: bytes of all chunks.
+        total_bytes: of all chunks.
     """
 
     names: tuple[str, ...]
     row: Column
     offsets: Column
     sizes: Column
-    nbytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from dcp_pipeline.staging.base import Stager
-from dcp_pipeline.types.entries import Entries, Piece
+from dcp_pipeline.types.entries import Entries, Piece, Snapshot
 
 __all__ = ["HostStager"]
 
@@ -33,7 +33,7 @@ class HostStager(Stager):
 
     def stage(self, entries: Entries) -> Entries:
         self._reserve(sum(_room(piece) for e in entries if e.alias < 0 for piece in e.pieces))
-        staged = Entries()
+        staged = Snapshot()
         position = 0
         for entry in entries:
             if entry.alias >= 0:

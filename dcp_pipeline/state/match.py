@@ -59,7 +59,7 @@ class Match:
     dtypes: list[tuple[str, object, object]] = field(default_factory=list)
 
     @property
-    def nbytes(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of the memory that is going to be filled."""
         return sum(
             piece.data.numel() * piece.data.element_size()
@@ -116,8 +116,8 @@ class _Matcher:
         key = self._by_path.get(path)
         if key is None:
             key = self._by_name.get(dotted(path))
-            # A key that is somebody else's exact place is not taken by name.
-            if key is not None and "#" in self._names[key]:
+            # A name that was made up to tell two paths apart is not what anybody asks for.
+            if key is not None and self._names[key] != dotted(self._keys[key].path):
                 return None
         return key
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dcp_pipeline.core.checksum import digest_of
 from dcp_pipeline.core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -20,9 +19,9 @@ from dcp_pipeline.core.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dcp_pipeline.core.liveness import ProcessIdentity
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout import names
+from dcp_pipeline.layout.record import is_live_marker, is_overwritten_by_dcp
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.storage.filesystem import FileSystemStorage
 
@@ -40,8 +39,6 @@ OVERWRITTEN = (
     "plain DCP has saved over the checkpoint of manifest.json: what is shown is DCP's. A load"
     " refuses both until layout.on_foreign_overwrite chooses one"
 )
-
-_TAIL_BYTES = 4096
 
 
 class State(StrEnum):
@@ -123,18 +120,7 @@ def look(directory: Directory, stale_after: float = 600.0) -> Found:
     """
     with _system_errors(directory.location):
         listed = tuple(directory.names())
-    return Found(listed, any(_is_live(directory, name, stale_after) for name in listed))
-
-
-def _is_live(directory: Directory, name: str, stale_after: float) -> bool:
-    if names.marker_save_id(name) is None:
-        return False
-    try:
-        owner = ProcessIdentity.parse(directory.read(name))
-        age = directory.age(name)
-    except CheckpointError:
-        return False
-    return not (owner is not None and owner.is_gone()) and age <= stale_after
+    return Found(listed, any(is_live_marker(directory, name, stale_after) for name in listed))
 
 
 def read_manifest(directory: Directory, found: Found) -> Manifest:
@@ -147,7 +133,7 @@ def read_manifest(directory: Directory, found: Found) -> Manifest:
     """
     if found.has_manifest:
         manifest = _decoded(directory)
-        if not (found.has_metadata and _is_overwritten(directory, manifest)):
+        if not (found.has_metadata and is_overwritten_by_dcp(manifest, directory)):
             return manifest
     if found.has_metadata:
         return _plain_dcp(directory)
@@ -167,17 +153,6 @@ def state_of(directory: Directory, found: Found) -> tuple[State, Manifest | None
     if not manifest.is_foreign:
         return State.COMMITTED, manifest, ""
     return State.FOREIGN, manifest, OVERWRITTEN if found.has_manifest else ""
-
-
-def _is_overwritten(directory: Directory, manifest: Manifest) -> bool:
-    """Whether ``.metadata`` belongs to a save that the manifest knows nothing of."""
-    written = manifest.metadata
-    if written is not None and directory.size(names.METADATA) == written.size:
-        # The pickle ends with the save id; hashing all of it would take long at scale.
-        if manifest.save_id.encode() in directory.read(names.METADATA, -_TAIL_BYTES, _TAIL_BYTES):
-            return False
-    digest = digest_of("xxh3_64", directory.read(names.METADATA)).hex()
-    return digest not in (manifest.superseded, None if written is None else written.digest)
 
 
 def _decoded(directory: Directory) -> Manifest:

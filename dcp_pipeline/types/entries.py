@@ -10,7 +10,7 @@ import torch
 from dcp_pipeline.core.path import Path
 from dcp_pipeline.core.table import KeySpec, Kind
 
-__all__ = ["Entries", "Entry", "Item", "Piece"]
+__all__ = ["Entries", "Entry", "Item", "Piece", "Snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Entries(list[Entry]):
     """The entries of one rank's state, in the order of the state."""
 
     @property
-    def nbytes(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of the distinct memory behind the entries."""
         return sum(
             len(entry.payload) + sum(p.data.numel() * p.data.element_size() for p in entry.pieces)
@@ -102,3 +102,12 @@ class Entries(list[Entry]):
             alias = place.setdefault(source, len(kept))
             kept.append(replace(entry, alias=-1 if alias == len(kept) else alias))
         return kept
+
+
+class Snapshot(Entries):
+    """Entries over memory that they were copied into."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were copied."""
+        return self.total_bytes

@@ -14,12 +14,17 @@ class Replaced(Exception):
     """The checkpoint was replaced while it was read: the load starts again."""
 
 
-def settle_verify(verified: bool | None, job: LoadJob, failure: BaseException | None) -> None:
+def settle_verify(verified: Fetched | None, job: LoadJob, failure: BaseException | None) -> None:
     """Go on only if every rank could verify what it is going to read."""
     _agree_or_undo("settle verify", None, job, failure)
 
 
-def settle(template: FlatState | None, job: LoadJob, failure: BaseException | None) -> bool:
+def settle(
+    template: FlatState | None,
+    fetched: Fetched | None,
+    job: LoadJob,
+    failure: BaseException | None,
+) -> bool:
     """Go on only if every rank has read everything; else put all tensors back."""
     _agree_or_undo("settle", template, job, failure)
     return True

@@ -47,7 +47,8 @@ def read(match: Match, differences: Differences, manifest: Manifest, job: LoadJo
     values: dict[int, Any] = {}
     with _open(manifest, job) as files:
         reads = _reads_by_file(manifest, files, match, values, casts, job.rollback.keeper)
-        job.bytes_read += files.run(reads)
+        nbytes = files.run(reads)
+        job.bytes_read += nbytes
         job.is_verified = files.is_verified
     for overflow in casts.overflows(match.tensors):
         raise overflow
@@ -56,16 +57,17 @@ def read(match: Match, differences: Differences, manifest: Manifest, job: LoadJo
         for target in match.tensors
         if target.target_dtype is not None
     ]
-    return Fetched(_assignments(match, values, manifest, job), _loaded(match), job.bytes_read)
+    return Fetched(_assignments(match, values, manifest, job), _loaded(match), nbytes)
 
 
-def verify(match: Match, differences: Differences, manifest: Manifest, job: LoadJob) -> bool:
+def verify(match: Match, differences: Differences, manifest: Manifest, job: LoadJob) -> Fetched:
     """Read and check everything that ``read`` is going to read, and keep none of it."""
     with _open(manifest, job) as files:
         reads = _reads_by_file(manifest, files, match, {}, CastCounts(), None)
         blind = {file: list(_blind(parts)) for file, parts in reads.items()}
-        job.bytes_read += files.run(blind)
-    return True
+        nbytes = files.run(blind)
+    job.bytes_read += nbytes
+    return Fetched({}, [], nbytes)
 
 
 def _open(manifest: Manifest, job: LoadJob) -> DataFiles:

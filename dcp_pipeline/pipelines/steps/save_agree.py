@@ -41,7 +41,7 @@ def agree(local_plan: ChunkTable | None, job: SaveJob, failure: BaseException | 
         unpacked["row"],
         unpacked["offsets"],
         unpacked["sizes"],
-        header["nbytes"],
+        header["total_bytes"],
     )
 
 
@@ -114,6 +114,6 @@ def _answer(plan: GlobalPlan, rank: int, save_id: str) -> bytes:
     header = {
         "save_id": save_id,
         "names": [plan.names[key] for key in plan.keys[rank]],
-        "nbytes": int(table.take(np.arange(begin, end)).nbytes.sum()),
+        "total_bytes": int(table.take(np.arange(begin, end)).nbytes.sum()),
     }
     return frame(header, pack_columns(columns))

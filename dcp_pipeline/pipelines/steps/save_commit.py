@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -19,17 +18,16 @@ from dcp_pipeline.core.errors import (
     PeerFailedError,
 )
 from dcp_pipeline.core.framing import frame, unframe
-from dcp_pipeline.core.liveness import ProcessIdentity
 from dcp_pipeline.core.manifest import FileEntry, Manifest, SumsEntry, check_places
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.table import ChunkTable
-from dcp_pipeline.layout.names import marker_save_id
+from dcp_pipeline.layout.record import live_saves
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Receipt, Share
 from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
 
-__all__ = ["commit", "live_saves", "publish", "versions"]
+__all__ = ["commit", "publish", "versions"]
 
 logger = logging.getLogger("dcp_pipeline")
 
@@ -215,20 +213,3 @@ def _tidy(job: SaveJob, plan: CoordinatorPlan, record: bytes) -> None:
         directory.delete([*dead, *(plan.replaced & set(found))])
     except (CheckpointError, OSError) as error:
         logger.warning("old files in %s could not be removed: %s", directory.location, error)
-
-
-def live_saves(directory: Directory, found: Iterable[str], stale_after: float) -> set[str]:
-    """The first eight digits of the ids of saves that are under way in a directory."""
-    alive = set()
-    for name in found:
-        save_id = marker_save_id(name)
-        if save_id is None:
-            continue
-        try:
-            owner = ProcessIdentity.parse(directory.read(name))
-            age = directory.age(name)
-        except CheckpointError:
-            continue
-        if not (owner is not None and owner.is_gone()) and age <= stale_after:
-            alive.add(save_id[:8])
-    return alive
