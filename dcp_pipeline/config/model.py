@@ -73,6 +73,9 @@ class PipelineConfig(FrozenModel):
             dotted keys, see `is_strict`.
         casts: differences of dtypes that a load may bridge.
         transforms: rules that a save or a load passes its keys and tensors through, in order.
+        read_replicas: what several ranks need of a checkpoint is read by ``each`` of them, or
+            ``once`` and passed on; ``auto`` passes on where that saves much: many replicas, or
+            blocks of which each rank needs only a part.
         overwrite: whether a save ``replace``s a committed checkpoint or raises an ``error``.
     """
 
@@ -97,6 +100,7 @@ class PipelineConfig(FrozenModel):
     casts: Annotated[tuple[DeclaredCast, ...], BeforeValidator(_as_tuple)] = ()
     transforms: Annotated[tuple[_Rule, ...], BeforeValidator(_as_tuple)] = ()
     overwrite: Literal["replace", "error"] = "replace"
+    read_replicas: Literal["each", "once", "auto"] = "auto"
 
     @model_validator(mode="after")
     def _kinds_go_together(self) -> Self:

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.pipelines.parts import Parts
-from dcp_pipeline.pipelines.steps import load_agree, load_apply, load_plan, load_read
+from dcp_pipeline.pipelines.steps import (
+    load_agree,
+    load_apply,
+    load_plan,
+    load_read,
+    load_share,
+)
 
 __all__ = ["load_graph"]
 
@@ -26,8 +32,13 @@ def load_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
             "agree", load_agree.agree, ("template", "match", "manifest", "job"), ("differences",),
             coordinates=True,
         ),
+        # All ranks: what several of them need is read by one and passed on.
+        Node(
+            "share", load_share.share, ("match", "differences", "manifest", "job"), ("plan",),
+            coordinates=True,
+        ),
         # Read into the caller's tensors, verifying every block.
-        Node("read", load_read.read, ("match", "differences", "manifest", "job"), ("fetched",)),
+        Node("read", load_read.read, ("match", "plan", "manifest", "job"), ("fetched",)),
         # All ranks: everybody has everything, or everybody puts everything back.
         Node(
             "settle", load_apply.settle, ("template", "fetched", "job"), ("settled",),
@@ -41,9 +52,9 @@ def load_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
     ]  # fmt: skip
     if parts.config.rollback == "verify_first":
         # Read everything once for its digests alone, before the first tensor is touched.
-        nodes.insert(4, Node(
-            "verify", load_read.verify, ("match", "differences", "manifest", "job"), ("verified",),
-        ))  # fmt: skip
-        nodes.insert(5, Node("settle verify", load_apply.settle_verify, ("verified", "job"), (),
+        nodes.insert(
+            5, Node("verify", load_read.verify, ("plan", "manifest", "job"), ("verified",))
+        )
+        nodes.insert(6, Node("settle verify", load_apply.settle_verify, ("verified", "job"), (),
                              coordinates=True))  # fmt: skip
     return Graph("load", nodes, inputs=("state", "job")).adding(*extra)

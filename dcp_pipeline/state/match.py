@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import CheckpointError
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path, dotted
@@ -59,10 +60,10 @@ class Match:
     dtypes: list[tuple[str, object, object]] = field(default_factory=list)
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of the memory that is going to be filled."""
+    def stored_bytes(self) -> int:
+        """Bytes of the tensors' elements that this rank wants, as they are stored."""
         return sum(
-            piece.data.numel() * piece.data.element_size()
+            piece.data.numel() * ITEM_SIZES[target.dtype]
             for target in self.tensors
             for piece in target.pieces
         )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from dcp_pipeline.core.errors import CorruptCheckpointError
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path
 from dcp_pipeline.pipelines.load_job import LoadJob
 from dcp_pipeline.pipelines.report import CastRecord
-from dcp_pipeline.pipelines.steps.data_files import DataFiles
-from dcp_pipeline.pipelines.steps.load_agree import Differences
-from dcp_pipeline.pipelines.steps.read_boxes import CastCounts, box_reads
-from dcp_pipeline.pipelines.steps.read_items import locate_items
+from dcp_pipeline.pipelines.steps.load_share import ReadPlan, block_bytes, open_files
+from dcp_pipeline.pipelines.steps.read_shared import SharedReads, split_reads
 from dcp_pipeline.state.match import Match, take_inside
 from dcp_pipeline.state.targets import ValueTarget
 from dcp_pipeline.storage.reading import Read
@@ -41,37 +37,43 @@ class Fetched:
     nbytes: int
 
 
-def read(match: Match, differences: Differences, manifest: Manifest, job: LoadJob) -> Fetched:
+def read(match: Match, plan: ReadPlan, manifest: Manifest, job: LoadJob) -> Fetched:
     """Read everything that the template gets; tensors are filled in place."""
-    casts = CastCounts()
-    values: dict[int, Any] = {}
-    with _open(manifest, job) as files:
-        reads = _reads_by_file(manifest, files, match, values, casts, job.rollback.keeper)
-        nbytes = files.run(reads)
-        job.bytes_read += nbytes
+    apart, shared = _shared(plan, manifest, job)
+    with open_files(manifest, job) as files:
+        nbytes = shared.run(files) + files.run(apart)
         job.is_verified = files.is_verified
-    for overflow in casts.overflows(match.tensors):
+    job.bytes_read += nbytes
+    for overflow in plan.casts.overflows(match.tensors):
         raise overflow
     job.casts = [
-        CastRecord(target.name, target.dtype, target.target_dtype, casts.count(target))
+        CastRecord(target.name, target.dtype, target.target_dtype, plan.casts.count(target))
         for target in match.tensors
         if target.target_dtype is not None
     ]
-    return Fetched(_assignments(match, values, manifest, job), _loaded(match), nbytes)
+    return Fetched(_assignments(match, plan.values, manifest, job), _loaded(match), nbytes)
 
 
-def verify(match: Match, differences: Differences, manifest: Manifest, job: LoadJob) -> Fetched:
+def verify(plan: ReadPlan, manifest: Manifest, job: LoadJob) -> Fetched:
     """Read and check everything that ``read`` is going to read, and keep none of it."""
-    with _open(manifest, job) as files:
-        reads = _reads_by_file(manifest, files, match, {}, CastCounts(), None)
-        blind = {file: list(_blind(parts)) for file, parts in reads.items()}
-        nbytes = files.run(blind)
+    apart, shared = _shared(plan, manifest, job)
+    reads: dict[int, list[Read]] = {}
+    for part in (apart, shared.own()):
+        for file, listed in part.items():
+            reads.setdefault(file, []).extend(_blind(listed))
+    with open_files(manifest, job) as files:
+        nbytes = files.run(reads)
     job.bytes_read += nbytes
     return Fetched({}, [], nbytes)
 
 
-def _open(manifest: Manifest, job: LoadJob) -> DataFiles:
-    return DataFiles(manifest, job.directory, job.parts.storage.thread_count, check=job.check_peers)
+def _shared(
+    plan: ReadPlan, manifest: Manifest, job: LoadJob
+) -> tuple[dict[int, list[Read]], SharedReads]:
+    apart, touching = split_reads(plan.reads, plan.segments, job.coordinator.rank)
+    sizes = [entry.size for entry in manifest.files]
+    shared = SharedReads(touching, plan.segments, job.coordinator, block_bytes(manifest), sizes)
+    return apart, shared
 
 
 def _blind(reads: Sequence[Read]) -> Iterator[Read]:
@@ -118,35 +120,3 @@ def _take(target: ValueTarget, value: Any, assignments: dict[Path, Any], job: Lo
         )
     job.rollback.keep(target.target)
     target.target.detach().copy_(part)
-
-
-def _value_read(key: int, name: str, table: Any, row: int, values: dict[int, Any]) -> Read:
-    def deliver(data: memoryview) -> None:
-        values[key] = bytes(data)
-
-    offset = int(table.offset[row] + table.payload[row])
-    return Read(offset, int(table.length[row] - table.payload[row]), name, deliver=deliver)
-
-
-def _reads_by_file(
-    manifest: Manifest,
-    files: DataFiles,
-    match: Match,
-    values: dict[int, Any],
-    casts: CastCounts,
-    keep: Callable[[Any], None] | None,
-) -> dict[int, list[Read]]:
-    """The reads of every file; ``values`` is filled by them with the bytes of values."""
-    located = locate_items(manifest, match, files.source)
-    table = located.table
-    starts = np.searchsorted(table.key, np.arange(len(table.keys) + 1))
-    reads: dict[int, list[Read]] = {}
-    for target in match.tensors:
-        rows = range(int(starts[target.key]), int(starts[target.key + 1]))
-        for file, part in box_reads(located, rows, target, casts, keep):
-            reads.setdefault(file, []).append(part)
-    for key in {target.key for target in match.values}:
-        row = int(starts[key])
-        part = _value_read(key, manifest.names[key], table, row, values)
-        reads.setdefault(int(table.file[row]), []).append(part)
-    return reads
