@@ -14,7 +14,7 @@ from dcp_pipeline.core.packing import Column
 from dcp_pipeline.core.path import assign_names
 from dcp_pipeline.core.table import ChunkTable
 
-__all__ = ["check_tiling"]
+__all__ = ["check_tiling", "tiling_problems"]
 
 _MAX_CELLS = 1 << 26
 _MAX_REPORTED = 10
@@ -23,14 +23,31 @@ _MAX_REPORTED = 10
 def check_tiling(table: ChunkTable, skip: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
     """Raise unless the rows of every tensor key tile its global shape.
 
-    A tensor with no elements needs no rows. Values need exactly one row.
-
     Args:
-        skip: ``[keys]`` keys that need no rows, since they share another's storage.
+        skip: as in :func:`tiling_problems`.
 
     Raises:
         TilingError: a gap, an overlap or a chunk out of bounds; the message names key, offsets
             and ranks of the first ten.
+    """
+    problems = tiling_problems(table, skip)
+    if problems:
+        raise TilingError(
+            "the chunks do not tile the state: " + "; ".join(problems)
+            + ". Every element of a tensor must be held by exactly one chunk (replicas aside): check"
+            " the placements and the shapes that each rank passes"
+        )  # fmt: skip
+
+
+def tiling_problems(
+    table: ChunkTable, skip: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> list[str]:
+    """What keeps the rows of the tensor keys from tiling their global shapes, the first ten.
+
+    A tensor with no elements needs no rows. Values need exactly one row.
+
+    Args:
+        skip: ``[keys]`` keys that need no rows, since they share another's storage.
     """
     shapes = _shapes(table)
     problems = _out_of_bounds(table, shapes)
@@ -42,12 +59,7 @@ def check_tiling(table: ChunkTable, skip: np.ndarray[tuple[int], np.dtype[np.boo
             problems += _examine(table, int(key), order[starts[key] : starts[key + 1]])
             if len(problems) >= _MAX_REPORTED:
                 break
-    if problems:
-        raise TilingError(
-            "the chunks do not tile the state: " + "; ".join(problems[:_MAX_REPORTED])
-            + ". Every element of a tensor must be held by exactly one chunk (replicas aside): check"
-            " the placements and the shapes that each rank passes"
-        )  # fmt: skip
+    return problems[:_MAX_REPORTED]
 
 
 def _shapes(table: ChunkTable) -> Column:

@@ -17,7 +17,8 @@ from dcp_pipeline.core.manifest import Manifest, MetadataEntry, check_places
 from dcp_pipeline.formats.metadata_pickle import read_metadata, write_metadata
 from dcp_pipeline.layout import names
 from dcp_pipeline.layout.base import Layout
-from dcp_pipeline.layout.dcp_metadata import manifest_of, metadata_of
+from dcp_pipeline.layout.dcp_metadata import metadata_of
+from dcp_pipeline.layout.plain_dcp import plain_manifest
 from dcp_pipeline.layout.record import is_overwritten_by_dcp
 from dcp_pipeline.storage.base import Directory
 
@@ -81,17 +82,15 @@ class DcpLayout(Layout):
         )
 
     def _open_plain(self, directory: Directory) -> Manifest:
-        """A checkpoint of plain DCP, committed when ``.metadata`` is there."""
+        """A checkpoint of plain DCP, committed when its metadata is there."""
         try:
-            data = directory.read(names.METADATA)
+            manifest = plain_manifest(directory)
         except MissingFileError:
             raise _nothing_there(directory) from None
-        sizes = {name: directory.size(name) for name in directory.names() if names.is_data(name)}
-        manifest = manifest_of(read_metadata(data), sizes)
         for entry in manifest.files:
             if entry.size < 0:
                 raise MissingFileError(
-                    f"{entry.name}, which .metadata names, is not in {directory.location}",
+                    f"{entry.name}, which DCP's metadata name, is not in {directory.location}",
                     entry.name,
                 )
         check_places(manifest)
@@ -110,30 +109,44 @@ class DcpLayout(Layout):
         record = metadata = None
         if directory.exists(names.MANIFEST):
             record = directory.read(names.MANIFEST)
-        if directory.exists(names.METADATA):
-            metadata = digest_of("xxh3_64", directory.read(names.METADATA)).hex()
+        for name in (names.METADATA, names.rank_metadata_name(0)):
+            if metadata is None and directory.exists(name):
+                metadata = digest_of("xxh3_64", directory.read(name)).hex()
         return record, metadata
 
     def replaced_names(self, directory: Directory) -> Collection[str]:
-        """Every plain DCP data file, once our manifest has replaced ``.metadata``.
+        """Every plain DCP file, once our manifest has replaced ``.metadata``.
 
         Files of ours are told by their save id; DCP's names carry none, so they are taken before
-        the commit from the ``.metadata`` that is about to be superseded.
+        the commit from the metadata that are about to be superseded.
         """
-        if not directory.exists(names.METADATA):
-            return ()
-        try:
-            if directory.exists(names.MANIFEST) and not is_overwritten_by_dcp(
+        of_ranks = [names.rank_metadata_name(r) for r in names.metadata_ranks(directory.names())]
+        found = set(of_ranks)
+        for record in (names.METADATA, *of_ranks):
+            found |= _named_by(directory, record)
+        return found
+
+
+def _named_by(directory: Directory, record: str) -> set[str]:
+    """The data files of plain DCP that one of its metadata files names."""
+    if not directory.exists(record):
+        return set()
+    try:
+        if (
+            record == names.METADATA
+            and directory.exists(names.MANIFEST)
+            and not is_overwritten_by_dcp(
                 Manifest.decode(directory.read(names.MANIFEST)), directory
-            ):
-                return ()
-            metadata = read_metadata(directory.read(names.METADATA))
-            stored = (metadata.storage_data or {}).values()
-            found = {str(info.relative_path) for info in stored}
-        except Exception:
-            # What cannot be read names nothing that may be deleted.
-            return ()
-        return {name for name in found if names.is_plain_dcp_data(name)}
+            )
+        ):
+            return set()
+        metadata = read_metadata(directory.read(record))
+        stored = (metadata.storage_data or {}).values()
+        found = {str(info.relative_path) for info in stored}
+    except Exception:
+        # What cannot be read names nothing that may be deleted.
+        return set()
+    return {name for name in found if names.is_plain_dcp_data(name)}
 
 
 def _nothing_there(directory: Directory) -> CheckpointNotFoundError:

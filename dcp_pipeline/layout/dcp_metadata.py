@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -15,6 +15,7 @@ from dcp_pipeline.core.errors import CorruptCheckpointError, UnsafeCheckpointErr
 from dcp_pipeline.core.manifest import FileEntry, Manifest, safe_name
 from dcp_pipeline.core.path import Component, Index, Path
 from dcp_pipeline.core.table import ChunkTable, KeySpec, Kind
+from dcp_pipeline.layout.names import rank_metadata_name
 from dcp_pipeline.types.dcp import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,7 +27,7 @@ from dcp_pipeline.types.dcp import (
 )
 from dcp_pipeline.types.dtypes import DTYPES, dtype_name
 
-__all__ = ["manifest_of", "metadata_of"]
+__all__ = ["manifest_of", "manifest_of_ranks", "metadata_of"]
 
 
 def metadata_of(manifest: Manifest, location: str) -> Metadata:
@@ -84,11 +85,28 @@ def manifest_of(metadata: Metadata, file_sizes: Mapping[str, int]) -> Manifest:
         CorruptCheckpointError: the metadata contradicts itself or names a file that is not there.
         UnsafeCheckpointError: it names a file outside the directory.
     """
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    reader = _Reader(metadata, file_sizes)
-    for name, stored in metadata.state_dict_metadata.items():
-        reader.add(name, stored, _path_of(paths.get(name), name))
-    return reader.manifest()
+    reader = _Reader(file_sizes)
+    reader.add(metadata, ".metadata")
+    return reader.manifest(world_size=0)
+
+
+def manifest_of_ranks(metadata: Sequence[Metadata], file_sizes: Mapping[str, int]) -> Manifest:
+    """What the ranks of a save with ``use_collectives=False`` have written, as one manifest.
+
+    Keys of all ranks, and their chunks united. What several ranks have written, replicas and Python
+    values, is taken from the lowest of them.
+
+    Args:
+        metadata: of each rank, in rank order.
+
+    Raises:
+        CorruptCheckpointError: ranks give a key different shapes or dtypes, or as above.
+        UnsafeCheckpointError: as above.
+    """
+    reader = _Reader(file_sizes)
+    for rank, part in enumerate(metadata):
+        reader.add(part, rank_metadata_name(rank), rank)
+    return reader.manifest(world_size=len(metadata))
 
 
 def _path_of(path: Any, name: str) -> Path:
@@ -98,52 +116,76 @@ def _path_of(path: Any, name: str) -> Path:
     return tuple(parts)
 
 
-class _Reader:
-    """Gathers the rows of a manifest while the entries of a ``Metadata`` are read."""
+@dataclass(frozen=True)
+class _Record:
+    """A file of metadata: its name, the rank that it is of, and what it says of places."""
 
-    def __init__(self, metadata: Metadata, file_sizes: Mapping[str, int]) -> None:
-        if not isinstance(metadata.storage_data, dict):
-            raise CorruptCheckpointError(".metadata does not say where its items are stored")
-        self._storage: dict[MetadataIndex, Any] = metadata.storage_data
+    name: str
+    rank: int
+    storage: Mapping[MetadataIndex, Any]
+
+
+class _Reader:
+    """Gathers the rows of a manifest while the entries of ``Metadata`` are read."""
+
+    def __init__(self, file_sizes: Mapping[str, int]) -> None:
         self._file_sizes = file_sizes
         self._files: dict[str, int] = {}
-        self._names: list[str] = []
-        self._keys: list[KeySpec] = []
+        self._keys: dict[str, int] = {}
+        self._specs: list[KeySpec] = []
         self._key: list[int] = []
+        self._owner: list[int] = []
         self._offsets: list[tuple[int, ...]] = []
         self._sizes: list[tuple[int, ...]] = []
         self._places: list[tuple[int, int, int]] = []
 
-    def add(self, name: str, stored: Any, path: Path) -> None:
-        if isinstance(stored, TensorStorageMetadata):
-            dtype = dtype_name(stored.properties.dtype)
-            if dtype is None:
-                raise CorruptCheckpointError(f"{name!r} has dtype {stored.properties.dtype}")
-            self._append_key(name, KeySpec(path, Kind.TENSOR, dtype, tuple(stored.size)))
-            for chunk in stored.chunks:
-                if 0 not in chunk.sizes:
-                    index = MetadataIndex(name, chunk.offsets)
-                    self._append_row(name, index, tuple(chunk.offsets), tuple(chunk.sizes))
-        else:
-            self._append_key(name, KeySpec(path, Kind.VALUE))
-            self._append_row(name, MetadataIndex(name), (), ())
+    def add(self, metadata: Metadata, name: str, rank: int = 0) -> None:
+        """Take what the file ``name`` of ``rank`` says beyond what was added before."""
+        if not isinstance(metadata.storage_data, dict):
+            raise CorruptCheckpointError(f"{name} does not say where its items are stored")
+        record = _Record(name, rank, metadata.storage_data)
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        known = set(zip(self._key, self._offsets, self._sizes, strict=True))
+        for key_name, stored in metadata.state_dict_metadata.items():
+            spec = _spec_of(key_name, stored, _path_of(paths.get(key_name), key_name))
+            key = self._key_of(key_name, spec, record)
+            for index, offsets, sizes in _boxes(key_name, stored):
+                if (key, offsets, sizes) not in known:
+                    self._add_row(key, index, offsets, sizes, record)
 
-    def _append_key(self, name: str, spec: KeySpec) -> None:
-        self._names.append(name)
-        self._keys.append(spec)
+    def _key_of(self, name: str, spec: KeySpec, record: _Record) -> int:
+        key = self._keys.setdefault(name, len(self._specs))
+        if key == len(self._specs):
+            self._specs.append(spec)
+        known = self._specs[key]
+        if (known.dtype, known.shape) != (spec.dtype, spec.shape):
+            raise CorruptCheckpointError(
+                f"{name!r} is {spec.dtype or 'a value'} {list(spec.shape)} in {record.name},"
+                f" {known.dtype or 'a value'} {list(known.shape)} on a rank before: the files are"
+                " not of one save, or each rank has kept something of its own under that key"
+            )
+        return key
 
-    def _append_row(
-        self, name: str, index: MetadataIndex, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    def _add_row(
+        self,
+        key: int,
+        index: MetadataIndex,
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        record: _Record,
     ) -> None:
-        info = self._storage.get(index)
+        info, name = record.storage.get(index), index.fqn
         if info is None:
-            raise CorruptCheckpointError(f".metadata does not say where {name!r} at {offsets} lies")
+            raise CorruptCheckpointError(
+                f"{record.name} does not say where {name!r} at {offsets} lies"
+            )
         if getattr(info, "transform_descriptors", None):
             raise CorruptCheckpointError(
                 f"{name!r} was written through the stream transforms {info.transform_descriptors},"
                 " which this reader does not know"
             )
-        self._key.append(len(self._keys) - 1)
+        self._key.append(key)
+        self._owner.append(record.rank)
         self._offsets.append(offsets)
         self._sizes.append(sizes)
         self._places.append((self._file(info.relative_path, name), info.offset, info.length))
@@ -156,17 +198,45 @@ class _Reader:
             )
         return self._files.setdefault(safe_name(text), len(self._files))
 
-    def manifest(self) -> Manifest:
-        table = ChunkTable.build(self._keys, self._key, self._offsets, self._sizes)
+    def manifest(self, world_size: int) -> Manifest:
+        """Everything that was added."""
+        table = ChunkTable.build(self._specs, self._key, self._offsets, self._sizes)
         places = np.asarray(self._places, np.int64).reshape(-1, 3)
-        table = replace(table, file=places[:, 0], offset=places[:, 1], length=places[:, 2])
+        table = replace(
+            table,
+            owner=np.asarray(self._owner, np.int64),
+            file=places[:, 0],
+            offset=places[:, 1],
+            length=places[:, 2],
+        )
         return Manifest(
             save_id="",
             created=0.0,
-            world_size=0,
+            world_size=world_size,
             serialization="torch_save",
             layout="dcp",
-            names=tuple(self._names),
+            names=tuple(self._keys),
             table=table.sort(),
             files=tuple(FileEntry(name, self._file_sizes.get(name, -1)) for name in self._files),
         )
+
+
+def _spec_of(name: str, stored: Any, path: Path) -> KeySpec:
+    if not isinstance(stored, TensorStorageMetadata):
+        return KeySpec(path, Kind.VALUE)
+    dtype = dtype_name(stored.properties.dtype)
+    if dtype is None:
+        raise CorruptCheckpointError(f"{name!r} has dtype {stored.properties.dtype}")
+    return KeySpec(path, Kind.TENSOR, dtype, tuple(stored.size))
+
+
+def _boxes(
+    name: str, stored: Any
+) -> Iterator[tuple[MetadataIndex, tuple[int, ...], tuple[int, ...]]]:
+    """Index, offsets and sizes of everything with elements that is stored under ``name``."""
+    if not isinstance(stored, TensorStorageMetadata):
+        yield MetadataIndex(name), (), ()
+        return
+    for chunk in stored.chunks:
+        if 0 not in chunk.sizes:
+            yield MetadataIndex(name, chunk.offsets), tuple(chunk.offsets), tuple(chunk.sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "is_plain_dcp_data",
     "marker_name",
     "marker_save_id",
+    "metadata_ranks",
+    "rank_metadata_name",
     "save_of",
     "sums_name",
 ]
@@ -26,6 +29,7 @@ _OURS = re.compile(
     r"|\.saving-([0-9a-f]{8})[0-9a-f]{24}\.json"
 )
 _PLAIN_DCP = re.compile(r"__\d+_\d+\.distcp")
+_RANK_METADATA = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
 _MARKER = re.compile(r"\.saving-([0-9a-f]{32})\.json")
 
 
@@ -48,6 +52,17 @@ def marker_save_id(name: str) -> str | None:
     """The save id in a marker's name, ``None`` for other files."""
     match = _MARKER.fullmatch(name)
     return match[1] if match else None
+
+
+def rank_metadata_name(rank: int) -> str:
+    """What plain DCP writes on each rank, not ``.metadata``, with ``use_collectives=False``."""
+    return f"__{rank}{METADATA}"
+
+
+def metadata_ranks(found: Iterable[str]) -> list[int]:
+    """The ranks that have left their own metadata among the files ``found``, sorted."""
+    matches = map(_RANK_METADATA.fullmatch, found)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def save_of(name: str) -> str | None:

@@ -75,8 +75,8 @@ class Found:
 
     @property
     def has_metadata(self) -> bool:
-        """Whether there is a ``.metadata`` of DCP's."""
-        return names.METADATA in self.names
+        """Whether there is a ``.metadata`` of DCP's, or those of its ranks."""
+        return names.METADATA in self.names or bool(names.metadata_ranks(self.names))
 
     @property
     def is_checkpoint(self) -> bool:
@@ -161,13 +161,10 @@ def _decoded(directory: Directory) -> Manifest:
 
 
 def _plain_dcp(directory: Directory) -> Manifest:
-    from dcp_pipeline.formats.metadata_pickle import read_metadata
-    from dcp_pipeline.layout.dcp_metadata import manifest_of
+    from dcp_pipeline.layout.plain_dcp import plain_manifest
 
     with _named(directory):
-        metadata = read_metadata(directory.read(names.METADATA))
-        sizes = {n: directory.size(n) for n in directory.names() if names.is_data(n)}
-        return manifest_of(metadata, sizes)
+        return plain_manifest(directory)
 
 
 def _nothing(directory: Directory, found: Found) -> CheckpointNotFoundError:

@@ -1,0 +1,62 @@
+"""A directory that plain DCP has saved into, as a manifest.
+
+Its commit record is ``.metadata``. A save with ``use_collectives=False`` has none: every rank
+leaves ``__{rank}.metadata`` about what it has written itself, replicas included. They are read
+together, and make a checkpoint where no rank's is lacking.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dcp_pipeline.core.errors import CorruptCheckpointError, IncompleteCheckpointError, list_some
+from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.core.tiling import tiling_problems
+from dcp_pipeline.formats.metadata_pickle import read_metadata
+from dcp_pipeline.layout import names
+from dcp_pipeline.layout.dcp_metadata import manifest_of, manifest_of_ranks
+from dcp_pipeline.storage.base import Directory
+
+__all__ = ["plain_manifest"]
+
+
+def plain_manifest(directory: Directory) -> Manifest:
+    """What a checkpoint of plain DCP holds; a file that is not there has the size -1.
+
+    Raises:
+        MissingFileError: there is no metadata of DCP's.
+        IncompleteCheckpointError: the metadata of some ranks are there, those of others not.
+        CorruptCheckpointError: the metadata contradict themselves or one another.
+    """
+    found = directory.names()
+    sizes = {name: directory.size(name) for name in found if names.is_data(name)}
+    ranks = names.metadata_ranks(found)
+    if names.METADATA in found or not ranks:
+        manifest = manifest_of(read_metadata(directory.read(names.METADATA)), sizes)
+        problems = _tiling_problems(manifest)
+        if problems:
+            raise CorruptCheckpointError(f"{directory.location}: .metadata is damaged: {problems}")
+        return manifest
+    lacking = sorted(set(range(max(ranks))) - set(ranks))
+    if lacking:
+        raise IncompleteCheckpointError(
+            f"the checkpoint in {directory.location}, saved with use_collectives=False, is"
+            f" incomplete: ranks {list_some(ranks)} have left their metadata, ranks"
+            f" {list_some(lacking)} have not",
+            directory.location,
+        )
+    metadata = [read_metadata(directory.read(names.rank_metadata_name(rank))) for rank in ranks]
+    manifest = manifest_of_ranks(metadata, sizes)
+    problems = _tiling_problems(manifest)
+    if problems:
+        raise IncompleteCheckpointError(
+            f"the checkpoint in {directory.location}, saved with use_collectives=False, is"
+            f" incomplete or of several saves: the chunks of ranks 0 to {ranks[-1]} do not tile the"
+            f" state: {problems}",
+            directory.location,
+        )
+    return manifest
+
+
+def _tiling_problems(manifest: Manifest) -> str:
+    return "; ".join(tiling_problems(manifest.table, np.zeros(len(manifest.names), bool)))
