@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def crash() -> Iterator[Callable[..., Any]]:
+    """Calls a function of ``tests.crash`` in the process that forks: ``crash("sweep:kill", 1)``."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-W", "ignore::UserWarning", "-m", "tests.crash.server"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    requests, answers = process.stdin, process.stdout
+
+    def call(name: str, *args: Any) -> Any:
+        requests.write(json.dumps([f"tests.crash.{name}", args]) + "\n")
+        requests.flush()
+        line = answers.readline()
+        assert line, f"the server ended: {process.wait(timeout=10)}"
+        answer = json.loads(line)
+        if "trace" in answer:
+            raise AssertionError(answer["trace"])
+        return answer["value"]
+
+    yield call
+    requests.close()
+    process.wait(timeout=30)
+    answers.close()

@@ -1,0 +1,138 @@
+"""What is in a directory before the save that is killed, and what has to hold afterwards.
+
+The state that is saved over is generation 1 (``HALF_COMMITTED`` has generation 9 under it), the one
+that is killed saves generation 2, the next one saves generation 3.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import dcp_pipeline.tools
+from tests.crash import saves
+from tests.crash.changes import CountedChanges, Stop
+from tests.crash.forks import fork
+from tests.crash.saves import NOTHING, left_over, opened, opened_by_dcp
+
+__all__ = ["OTHER", "STARTS", "Before", "Scene", "problems_after"]
+
+OTHER = {"torch_save": "safetensors", "safetensors": "torch_save"}
+STARTS = ("nothing", "ours", "other", "plain", "left_over", "half_committed")
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A directory before a save, by name.
+
+    Attributes:
+        start: ``nothing``: neither the directory nor its parent are there. ``ours``: a checkpoint.
+            ``other``: one of the other serialization. ``plain``: one of plain DCP. ``left_over``:
+            one, and all that a save leaves that is killed right before its commit. ``half_committed``:
+            one whose save was killed right after it.
+        serialization: of all saves but the one under ``other``.
+    """
+
+    start: str
+    serialization: str
+
+    def make(self, path: Path) -> None:
+        """Make the directory."""
+        serialization = self.serialization
+        if self.start == "plain":
+            saves.save_by_dcp(path, 1)
+        elif self.start == "other":
+            saves.save(path, 1, OTHER[serialization])
+        elif self.start != "nothing":
+            saves.save(path, 1, serialization)
+        if self.start == "left_over":
+            kill_at_commit(path, 8, serialization, "before")
+        if self.start == "half_committed":
+            saves.save(path, 9, serialization)
+            kill_at_commit(path, 1, serialization, "after")
+
+
+def kill_at_commit(path: Path, generation: int, serialization: str, when: str) -> None:
+    """Leave what a save leaves that is killed at the replacement of the commit record."""
+
+    def count() -> list[list[str]]:
+        changes = CountedChanges()
+        saves.save(path.parent / "counted", generation, serialization, changes)
+        return [list(made) for made in changes.made]
+
+    made = fork(count).wait(SECONDS).value
+    shutil.copytree(path, path.parent / "counted", dirs_exist_ok=True, symlinks=True)
+    made = fork(count).wait(SECONDS).value
+    shutil.rmtree(path.parent / "counted")
+    stop = Stop(made.index(["replace", "manifest.json"]), when)  # type: ignore[arg-type]
+    end = fork(lambda: saves.save(path, generation, serialization, CountedChanges(stop)))
+    assert end.wait(SECONDS).how == "killed"
+
+
+@dataclass(frozen=True)
+class Before:
+    """A scene that was made: the directory, and the generations that it opens as."""
+
+    scene: Scene
+    path: Path
+    ours: int
+    dcp: int
+
+    @classmethod
+    def of(cls, scene: Scene, path: Path) -> Before:
+        """Make the directory of a scene."""
+        scene.make(path)
+        return cls(scene, path, opened(path), opened_by_dcp(path))
+
+
+def problems_after(before: Before, path: Path) -> list[str]:
+    """What is wrong with a directory after a save into it ended anywhere; empty if nothing is.
+
+    - It opens as the checkpoint before the save or as the new one, to the last bit.
+    - Plain DCP opens the same, or the one before: ``.metadata`` is replaced right after the
+      manifest, and the files of the checkpoint before are deleted only then.
+    - ``prune`` leaves that as it is, and no file that the manifest does not name.
+    - The next save works, both open it, and nothing else is left.
+    """
+    try:
+        found = (opened(path), opened_by_dcp(path))
+    except BaseException as error:
+        return [f"does not open: {type(error).__name__}: {error}"]
+    new = 2 if before.scene.serialization == "torch_save" else NOTHING
+    if found not in ((before.ours, before.dcp), (2, before.dcp), (2, new)):
+        return [f"opens as generation {found[0]}, and under plain DCP as {found[1]}"]
+    return [*_after_prune(path, found), *_after_next_save(before, path)]
+
+
+def _after_prune(path: Path, found: tuple[int, int]) -> list[str]:
+    prune = getattr(dcp_pipeline.tools, "prune", None)
+    if prune is None or not path.exists():
+        return []
+    pruned = path.parent / "pruned"
+    saves.copy(path, pruned)
+    try:
+        prune.prune(pruned)
+        again = (opened(pruned), opened_by_dcp(pruned))
+        left = left_over(pruned)
+    except BaseException as error:
+        return [f"prune: {type(error).__name__}: {error}"]
+    finally:
+        shutil.rmtree(pruned, ignore_errors=True)
+    problems = [f"prune makes of {found}: {again}"] if again != found else []
+    return problems + (
+        [f"prune leaves {left}"] if left and (path / "manifest.json").exists() else []
+    )
+
+
+def _after_next_save(before: Before, path: Path) -> list[str]:
+    try:
+        saves.save(path, 3, before.scene.serialization)
+        found = (opened(path), opened_by_dcp(path))
+    except BaseException as error:
+        return [f"the next save: {type(error).__name__}: {error}"]
+    wanted = (3, 3 if before.scene.serialization == "torch_save" else NOTHING)
+    problems = [f"the next save opens as {found}"] if found != wanted else []
+    left = left_over(path)
+    return problems + ([f"the next save leaves {left}"] if left else [])
