@@ -219,14 +219,13 @@ def _assign_below(
         if isinstance(node, _Value):
             changed[component] = node.value
             continue
-        present, child = _get(container, component)
+        before = _get(container, component)
         if below in states:
             _assign_below(states[below], below, node, states, undo)
             continue
-        if not present:
-            child = _container_for(node)
+        child = _container_for(node) if before is None else before
         replaced = _assign_below(child, below, node, states, undo)
-        if replaced is not child or not present:
+        if replaced is not before:
             changed[component] = replaced
     if isinstance(container, tuple):
         return _changed_tuple(container, changed)
@@ -235,11 +234,12 @@ def _assign_below(
     return container
 
 
-def _get(container: Any, component: Component) -> tuple[bool, Any]:
+def _get(container: Any, component: Component) -> Any:
+    """What is at ``component``, ``None`` where nothing is."""
     if isinstance(component, Index):
         inside = component.position < len(container)
-        return inside, container[component.position] if inside else None
-    return component in container, container.get(component)
+        return container[component.position] if inside else None
+    return container.get(component)
 
 
 def _set(container: Any, component: Component, value: Any, undo: Undo) -> None:
