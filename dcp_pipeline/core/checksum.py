@@ -11,9 +11,12 @@ from isal import isal_zlib
 
 from dcp_pipeline.core.errors import FormatError
 
-__all__ = ["ALGORITHMS", "block_digests", "crc32", "digest_of", "digest_size"]
+__all__ = ["ALGORITHMS", "MAX_BLOCK_BYTES", "block_digests", "crc32", "digest_of", "digest_size"]
 
 Buffer = bytes | bytearray | memoryview
+
+MAX_BLOCK_BYTES = 64 << 20
+"""Greater blocks are refused: to verify a part of one, all of it is read into memory."""
 
 
 def crc32(data: Buffer, start: int = 0) -> int:

@@ -7,17 +7,18 @@ format is described for other readers in ``docs/format.md``.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
-from dcp_pipeline.core.checksum import digest_of
+from dcp_pipeline.core.checksum import ALGORITHMS, MAX_BLOCK_BYTES, digest_of
 from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import (
+    CheckpointError,
     ChecksumError,
     FormatError,
     NewerFormatError,
@@ -148,9 +149,9 @@ class Manifest:
         members = _parse(data)
         try:
             return _decode(members)
-        except (KeyError, TypeError, ValueError, IndexError, binascii.Error) as error:
-            if isinstance(error, (FormatError, UnsafeCheckpointError)):
-                raise
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever members of other types make the reader trip over
             raise FormatError(
                 f"manifest.json is damaged: {type(error).__name__} {error}"
             ) from error
@@ -202,7 +203,8 @@ def _parse(data: bytes) -> dict[str, Any]:
             f"manifest.json is of format version {version}, this package reads up to"
             f" {VERSION[0]}.x: install a newer dcp-pipeline"
         )
-    if end < 0 or members.get("digest") != digest_of("xxh3_64", data[:end]).hex():
+    tail = b',\n"digest":"' + digest_of("xxh3_64", data[: max(end, 0)]).hex().encode() + b'"}\n'
+    if end < 0 or data[end:] != tail:
         raise ChecksumError(
             "manifest.json does not match its own digest: it was changed or cut off"
         )
@@ -222,7 +224,12 @@ def _decode(members: dict[str, Any]) -> Manifest:
     table = ChunkTable.from_columns(specs, unpack_columns(packed))
     if len(table) != members["chunks"]["count"]:
         raise FormatError(f"{len(table)} chunks, {members['chunks']['count']} are announced")
-    checksum = members["checksum"]
+    checksum, superseded = members["checksum"], members.get("superseded")
+    algorithm, block_bytes = checksum["algorithm"], _size(checksum["block_bytes"])
+    if algorithm is not None and (
+        algorithm not in ALGORITHMS or not 1 <= block_bytes <= MAX_BLOCK_BYTES
+    ):
+        raise FormatError(f"digests of kind {algorithm!r} over {block_bytes} bytes")
     metadata = members.get("metadata")
     manifest = Manifest(
         save_id=_save_id(members["save_id"]),
@@ -237,15 +244,15 @@ def _decode(members: dict[str, Any]) -> Manifest:
             SumsEntry(safe_name(name), _size(size), str(digest))
             for name, size, digest in members["sums"]
         ),
-        checksum=checksum["algorithm"],
-        block_bytes=_size(checksum["block_bytes"]),
+        checksum=algorithm,
+        block_bytes=block_bytes,
         versions={str(k): str(v) for k, v in members["versions"].items()},
         config=dict(members["config"]),
         empty=tuple((decode_path(path), _container(kind)) for path, kind in members["empty"]),
         metadata=None
         if metadata is None
         else MetadataEntry(_size(metadata["size"]), str(metadata["digest"])),
-        superseded=members.get("superseded"),
+        superseded=None if superseded is None else str(superseded),
     )
     check_places(manifest)
     return manifest
@@ -259,8 +266,10 @@ def _decode_keys(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tu
             raise FormatError(f"{row['name']!r} has the unknown dtype {dtype!r}")
         if len(shape) > MAX_DIMENSIONS:
             raise FormatError(f"{row['name']!r} has {len(shape)} dimensions")
-        alias = int(row.get("alias", -1))
-        if not -1 <= alias < len(rows):
+        if math.prod(extent or 1 for extent in shape) * ITEM_SIZES.get(dtype or "", 1) >= 1 << 62:
+            raise FormatError(f"{row['name']!r} has the absurd shape {list(shape)}")
+        alias = row.get("alias", -1)
+        if type(alias) is not int or not -1 <= alias < len(rows):
             raise FormatError(f"{row['name']!r} shares storage with a key that is not there")
         kind = Kind(row.get("kind", Kind.TENSOR))
         if (kind in (Kind.VALUE, Kind.STREAM)) != (dtype is None):
@@ -269,6 +278,14 @@ def _decode_keys(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tu
         specs.append(KeySpec(decode_path(row["path"]), kind, dtype, shape, alias))
     if len(set(names)) != len(names):
         raise FormatError("two keys have the same name")
+    for name, spec in zip(names, specs, strict=True):
+        target = specs[spec.alias]
+        if spec.alias >= 0 and (
+            spec.dtype is None
+            or target.alias >= 0
+            or (spec.dtype, spec.shape) != (target.dtype, target.shape)
+        ):
+            raise FormatError(f"{name!r} cannot share the storage of {names[spec.alias]!r}")
     return tuple(names), tuple(specs)
 
 
@@ -285,10 +302,18 @@ def check_places(manifest: Manifest) -> None:
         return
     if table.file.min() < 0 or table.file.max() >= len(files):
         raise FormatError("a chunk lies in a file that is not listed")
-    if min(table.offset.min(), table.length.min(), table.sizes.min(initial=1)) < 0:
+    widths = np.asarray([len(spec.shape) for spec in table.keys], np.int64)[table.key]
+    if widths.max() > table.dimensions:
+        raise FormatError("a chunk has fewer dimensions than its tensor")
+    if np.asarray([spec.alias >= 0 for spec in table.keys])[table.key].any():
+        raise FormatError("a key that shares another's storage has chunks of its own")
+    places = (table.offset, table.length, table.offsets, table.sizes)
+    if min(column.min(initial=0) for column in places) < 0:
         raise FormatError("a chunk has a negative place or size")
-    if table.offset.max() > 1 << 62 or table.length.max() > 1 << 62:
+    if max(column.max(initial=0) for column in (*places, table.payload)) >= 1 << 62:
         raise FormatError("a chunk has an absurd place or size")
+    if not manifest.is_foreign and table.payload.min() < 0:
+        raise FormatError("it is not said where the elements of a chunk start")
     ends = table.offset + table.length
     sizes = np.asarray([entry.size for entry in files], np.int64)[table.file]
     if (ends > sizes).any():
@@ -302,6 +327,8 @@ def check_places(manifest: Manifest) -> None:
     is_tensor = np.asarray([spec.dtype is not None for spec in table.keys])[table.key]
     if (known & is_tensor & (table.payload + volume > table.length)).any():
         raise FormatError("a chunk's elements do not fit into its item")
+    if (table.payload > table.length).any():
+        raise FormatError("the elements of a chunk start behind its item")
 
 
 def _size(value: object) -> int:

@@ -26,6 +26,8 @@ Column = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 MAX_ROWS = 1 << 28
 _LEVEL = 1
+# At this level zlib makes a byte of at most 230 equal ones.
+_MAX_RATIO, _FREE_VALUES = 256, 1 << 20
 
 
 def pack_columns(columns: Mapping[str, Column]) -> bytes:
@@ -42,7 +44,7 @@ def pack_columns(columns: Mapping[str, Column]) -> bytes:
 
 
 def unpack_columns(data: bytes | memoryview) -> dict[str, Column]:
-    """The inverse of :func:`pack_columns`; never allocates more than the header's shapes allow.
+    """The inverse of :func:`pack_columns`; allocates at most 8 MiB, and 2 KiB per byte of ``data``.
 
     Raises:
         FormatError: the data is cut off or its header does not fit it.
@@ -52,6 +54,9 @@ def unpack_columns(data: bytes | memoryview) -> dict[str, Column]:
         (length,) = struct.unpack_from("<I", view)
         header = json.loads(bytes(view[4 : 4 + length]))
         position = 4 + length
+        count = sum(_count(shape) for _, shape, _, _ in header)
+        if count > _FREE_VALUES + _MAX_RATIO * len(view):
+            raise ValueError(f"{len(view)} bytes that claim {count} numbers")
         columns: dict[str, Column] = {}
         for name, shape, width, size in header:
             columns[str(name)] = _unpack_one(view[position : position + size], shape, width)
@@ -61,12 +66,18 @@ def unpack_columns(data: bytes | memoryview) -> dict[str, Column]:
     return columns
 
 
+def _count(shape: object) -> int:
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 2:
+        raise ValueError("a column without one or two dimensions")
+    if any(type(extent) is not int or not 0 <= extent <= MAX_ROWS for extent in shape):
+        raise ValueError(f"shape {str(shape)[:80]} is absurd")
+    return math.prod(shape)
+
+
 def _unpack_one(blob: memoryview, shape: list[int], width: int) -> Column:
-    if width not in (1, 2, 4, 8) or not 1 <= len(shape) <= 2:
-        raise ValueError(f"width {width}, shape {shape}")
-    rows, count = shape[0], math.prod(shape)
-    if min(shape) < 0 or rows > MAX_ROWS or count > 64 * MAX_ROWS:
-        raise ValueError(f"shape {shape} is absurd")
+    if width not in (1, 2, 4, 8):
+        raise ValueError(f"width {width}")
+    count = _count(shape)
     if count * width > 1100 * (len(blob) + 64):
         raise ValueError(f"{len(blob)} deflated bytes cannot hold shape {shape}")
     inflater = zlib.decompressobj()

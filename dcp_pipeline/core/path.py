@@ -61,7 +61,7 @@ def decode_path(encoded: object) -> Path:
 def _decode(part: object) -> Component:
     if part is None or isinstance(part, (str, bool, int)):
         return part
-    if isinstance(part, list) and part and all(type(item) is int for item in part):
+    if isinstance(part, list) and part and all(type(item) is int for item in part) and part[0] >= 0:
         return Index(part[0], len(part) > 1)
     if isinstance(part, dict) and isinstance(part.get("float"), str):
         return float(part["float"])

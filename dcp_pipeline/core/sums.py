@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dcp_pipeline.core.checksum import block_digests, digest_of, digest_size
+from dcp_pipeline.core.checksum import MAX_BLOCK_BYTES, block_digests, digest_of, digest_size
 from dcp_pipeline.core.errors import FormatError
 from dcp_pipeline.core.manifest import safe_name
 
@@ -79,13 +79,15 @@ def parse_sums(data: bytes) -> dict[str, BlockSums]:
         header = json.loads(data[12 : 12 + length])
         algorithm, block_bytes = header["algorithm"], header["block_bytes"]
         width = digest_size(algorithm)
-        if type(block_bytes) is not int or block_bytes < 1:
+        if type(block_bytes) is not int or not 1 <= block_bytes <= MAX_BLOCK_BYTES:
             raise FormatError(f"a sums file has blocks of {block_bytes!r} bytes")
         position = 12 + length
         result = {}
         for name, size in header["files"]:
             span = -(-size // block_bytes) * width
             digests = data[position : position + span]
+            if name in result:
+                raise FormatError(f"a sums file covers {name!r} twice")
             if size < 0 or len(digests) != span:
                 raise FormatError(f"a sums file is cut off within the digests of {name!r}")
             result[safe_name(name)] = BlockSums(name, size, algorithm, block_bytes, digests)
