@@ -27,6 +27,7 @@ _HOME = {
     "dcp_pipeline.pipeline": ("Pipeline",),
     "dcp_pipeline.pipelines.report": ("LoadReport",),
     "dcp_pipeline.state.app_state": ("AppState",),
+    "dcp_pipeline.tools.verify": ("verify",),
     "dcp_pipeline.types.exceptions": ("CheckpointException",),
 }
 
@@ -54,6 +55,7 @@ __all__ = [
     "load_state_dict",
     "save",
     "save_state_dict",
+    "verify",
 ]
 
 

@@ -18,6 +18,7 @@ SURFACE = {
     "graph": ["--format", "--help", "--output", "--recipe", "-f", "-o", "-r", "arguments"],
     "inspect": ["--files", "--help", "--json", "--keys", "path"],
     "ls": ["--help", "--json", "path"],
+    "verify": ["--help", "--json", "--threads", "path"],
 }
 
 
@@ -50,6 +51,7 @@ def test_our_checkpoints_are_looked_at_without_torch(tmp_path: Path, serializati
         ["inspect", str(tmp_path / "step-1"), "--json"],
         ["ls", str(tmp_path)],
         ["ls", str(tmp_path / "step-1"), "--json"],
+        *([["verify", str(tmp_path)]] if serialization == "safetensors" else []),
     ):
         program = (
             "import sys\nfrom dcp_pipeline.cli.main import main\n"
