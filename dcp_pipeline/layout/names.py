@@ -26,7 +26,7 @@ METADATA: Final = ".metadata"
 _OURS = re.compile(
     r"__\d+_\d+\.([0-9a-f]{8})\.(?:distcp|safetensors|mega)"
     r"|__\d+\.([0-9a-f]{8})\.sums"
-    r"|\.saving-([0-9a-f]{8})[0-9a-f]{24}\.json"
+    r"|\.saving-([0-9a-f]{8})[0-9a-f]{24}\.json(?:\.[0-9a-f]{8}\.tmp)?"
 )
 _PLAIN_DCP = re.compile(r"__\d+_\d+\.distcp")
 _RANK_METADATA = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")

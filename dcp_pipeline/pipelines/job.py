@@ -83,7 +83,8 @@ class Heartbeat:
         self._directory = directory
         self._name = name
         self._stopped = threading.Event()
-        directory.put(name, ProcessIdentity.current().encode(started_at=time.time()))
+        # A marker without content would say nothing of its owner, and outlive it for long.
+        directory.put_whole(name, ProcessIdentity.current().encode(started_at=time.time()))
         directory.sync()
         self._thread = threading.Thread(
             target=self._renew, args=(stale_after / 4,), name="dcp_pipeline heartbeat", daemon=True

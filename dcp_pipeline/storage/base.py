@@ -119,6 +119,14 @@ class Directory(ABC):
     def put(self, name: str, data: bytes) -> None:
         """Write a small new file and make it durable."""
 
+    def put_whole(self, name: str, data: bytes) -> None:
+        """As :meth:`put`, but the file is never there without all its bytes.
+
+        What a process leaves that ends meanwhile is named ``{name}.{eight hex digits}.tmp``. Others
+        may remove that at any time, and the file is then written again.
+        """
+        self.put(name, data)
+
     @abstractmethod
     def sync(self) -> None:
         """Make the entries of the directory itself durable."""

@@ -27,6 +27,7 @@ __all__ = ["FileSystemStorage", "local_path"]
 
 LOCK = ".committing.lock"
 _LOCK_TIMEOUT = 30.0
+_ATTEMPTS = 2
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -173,6 +174,12 @@ class FileSystemDirectory(Directory):
         path = self._path(name)
         with self._system_errors(path, len(data)):
             self._write_small(path, data)
+
+    def put_whole(self, name: str, data: bytes) -> None:
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(MissingFileError):
+                return self._replace(name, data)
+        self._replace(name, data)
 
     def _write_small(self, path: str, data: bytes) -> None:
         descriptor = self._changes.create(path)

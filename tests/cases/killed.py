@@ -81,9 +81,7 @@ def main(root: Path, serialization: str, first: bool) -> None:
             manifest = Manifest.decode((path / "manifest.json").read_bytes())
             wanted = {entry.name for entry in (*manifest.files, *manifest.sums)}
             wanted |= {"manifest.json"} | ({".metadata"} if manifest.metadata else set())
-            # A marker without content says nothing of its owner, so it stays until it is stale.
-            empty = {file.name for file in path.glob(".saving-*") if not file.stat().st_size}
-            report["left over"] = sorted((set(os.listdir(path)) - empty) ^ wanted)
+            report["left over"] = sorted(set(os.listdir(path)) ^ wanted)
             print(json.dumps(report), flush=True)
             shutil.rmtree(path)
             if code == 0:

@@ -30,8 +30,8 @@ class Scene:
     Attributes:
         start: ``nothing``: neither the directory nor its parent are there. ``ours``: a checkpoint.
             ``other``: one of the other serialization. ``plain``: one of plain DCP. ``left_over``:
-            one, and all that a save leaves that is killed right before its commit. ``half_committed``:
-            one whose save was killed right after it.
+            one, and all that a save leaves that is killed right before its commit.
+            ``half_committed``: one whose save was killed right after it.
         serialization: of all saves but the one under ``other``.
     """
 
