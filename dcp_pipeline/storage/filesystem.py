@@ -219,7 +219,7 @@ class FileSystemDirectory(Directory):
                     f"{self._path(name)} was changed while this save was under way: another job saves"
                     " into the same checkpoint. What this save wrote is not part of it"
                 )
-            self._remove_temporaries([name, *(other for other, _ in also)])
+            self._remove_temporaries([LOCK, name, *(other for other, _ in also)])
             self._replace(name, data)
             for other, content in also:
                 if content is not None:
@@ -229,7 +229,7 @@ class FileSystemDirectory(Directory):
             self.sync()
 
     def _remove_temporaries(self, names: Iterable[str]) -> None:
-        """What a process that was killed in `_replace` has left; it held the lock that we hold."""
+        """What a process has left that was killed in `_replace` or `_break_lock`."""
         stems = {f".{name.lstrip('.')}" for name in names}
         self.delete(
             found
@@ -298,7 +298,8 @@ class FileSystemDirectory(Directory):
             self._changes.replace(path, aside)
         except FileNotFoundError:
             return True
-        self._changes.remove(aside)
+        with contextlib.suppress(FileNotFoundError):  # whoever has the lock by now tidies up too
+            self._changes.remove(aside)
         return True
 
     def delete(self, names: Iterable[str]) -> None:
