@@ -25,7 +25,9 @@ def killed_everywhere(path: Path, *arguments: str) -> list[dict[str, Any]]:
     return reports
 
 
-@pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
+@pytest.mark.parametrize(
+    "serialization", ["torch_save", pytest.param("safetensors", marks=pytest.mark.slow)]
+)
 def test_a_save_over_a_checkpoint_killed_at_any_change(tmp_path: Path, serialization: str) -> None:
     reports = killed_everywhere(tmp_path, serialization, "again")
     for report in reports:
@@ -38,6 +40,7 @@ def test_a_save_over_a_checkpoint_killed_at_any_change(tmp_path: Path, serializa
     assert found == sorted(found) and set(found) == {1.0, 2.0}
 
 
+@pytest.mark.slow
 def test_a_first_save_killed_at_any_change(tmp_path: Path) -> None:
     for report in killed_everywhere(tmp_path, "torch_save", "first"):
         nothing = ("CheckpointNotFoundError", "IncompleteCheckpointError")
