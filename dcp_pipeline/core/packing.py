@@ -84,6 +84,8 @@ def _unpack_one(blob: memoryview, shape: list[int], width: int) -> Column:
     raw = inflater.decompress(blob, count * width + 1)
     if len(raw) != count * width:
         raise ValueError(f"{len(raw)} bytes for shape {shape}")
+    if not inflater.eof or inflater.unused_data:
+        raise ValueError("a column does not end where it should")
     shuffled = np.frombuffer(raw, np.uint8).reshape(width, count)
     narrow = np.ascontiguousarray(shuffled.T).view(f"<i{width}").reshape(shape)
     return np.cumsum(narrow, axis=0, dtype=np.int64)
