@@ -19,7 +19,7 @@ from dcp_pipeline.storage.changes import FileChanges
 
 __all__ = ["HALVED", "CountedChanges", "Made", "Stop", "UnsyncedChanges", "kill", "readable"]
 
-HALVED = ("make_directory", "reserve", "write")
+HALVED = ("reserve", "write")
 """The changes that can be found half made; each other one is a single step of the file system."""
 
 Made = tuple[str, str]
@@ -88,16 +88,8 @@ class CountedChanges(UnsyncedChanges):
         return result
 
     def make_directory(self, path: str) -> None:
-        def half() -> None:
-            first = os.path.abspath(path)
-            while not os.path.isdir(os.path.dirname(first)):
-                first = os.path.dirname(first)
-            if not os.path.isdir(first):
-                os.mkdir(first)
-
-        self._change(
-            "make_directory", path, lambda: super(CountedChanges, self).make_directory(path), half
-        )
+        make = super().make_directory
+        self._change("make_directory", path, lambda: make(path))
 
     def create(self, path: str, flags: int = 0) -> int:
         make = super().create
