@@ -1,13 +1,13 @@
 """Every change this package makes to a file system, one method each.
 
 Nothing else in the package creates, writes, syncs, renames or removes a file. A test hands in a
-subclass that stops before, after or halfway through each of them; see ``tests/distributed``.
+subclass that stops before, after or halfway through each of them; see ``tests/crash``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import ctypes.util
 import errno
 import os
 import sys
@@ -21,7 +21,8 @@ _IOV_MAX = 1024
 def _load_fallocate() -> ctypes._NamedFuncPointer | None:
     if sys.platform != "linux":
         return None
-    function = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True).fallocate
+    # Not by find_library, which starts processes to look for what is loaded already.
+    function = ctypes.CDLL(None, use_errno=True).fallocate
     function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return function
 
@@ -33,19 +34,21 @@ class FileChanges:
         # posix_fallocate writes zeros where the file system cannot reserve; fallocate refuses.
         self._fallocate = _load_fallocate()
 
-    def make_directory(self, path: str) -> None:
-        """Make ``path`` and its parents, and make each new entry durable."""
+    def make_directories(self, path: str) -> None:
+        """Make ``path`` and its parents where they are missing, and make each new entry durable."""
         missing = []
         current = os.path.abspath(path)
         while not os.path.isdir(current):
             missing.append(current)
             current = os.path.dirname(current)
         for directory in reversed(missing):
-            try:
-                os.mkdir(directory)
-            except FileExistsError:
-                continue
+            with contextlib.suppress(FileExistsError):
+                self.make_directory(directory)
             self.sync_directory(os.path.dirname(directory))
+
+    def make_directory(self, path: str) -> None:
+        """Make one directory; ``FileExistsError`` if the name is taken."""
+        os.mkdir(path)
 
     def create(self, path: str, flags: int = 0) -> int:
         """A file descriptor of a new file; ``FileExistsError`` if the name is taken."""

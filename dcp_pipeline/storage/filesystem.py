@@ -98,7 +98,7 @@ class FileSystemDirectory(Directory):
 
     def prepare(self) -> None:
         with self._system_errors(self.location):
-            self._changes.make_directory(self.location)
+            self._changes.make_directories(self.location)
 
     def names(self) -> list[str]:
         try:
