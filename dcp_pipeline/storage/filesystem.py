@@ -221,6 +221,8 @@ class FileSystemDirectory(Directory):
                 )
             self._remove_temporaries([LOCK, name, *(other for other, _ in also)])
             self._replace(name, data)
+            # The others may only be on the disk once the record is: it names what it supersedes.
+            self.sync()
             for other, content in also:
                 if content is not None:
                     self._replace(other, content)
