@@ -10,6 +10,7 @@ from typing import Any
 from dcp_pipeline.core.errors import GraphError
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node, Where
+from dcp_pipeline.graph.quiet import without_collections
 from dcp_pipeline.graph.trace import NodeTiming, Trace
 
 __all__ = ["run"]
@@ -36,7 +37,17 @@ def run(
     Raises:
         whatever a node raised; the error carries ``node`` and ``rank``.
     """
-    known = dict(values)
+    with without_collections():
+        return _run(graph, dict(values), trace, is_coordinator, on_failure)
+
+
+def _run(
+    graph: Graph,
+    known: dict[str, Any],
+    trace: Trace,
+    is_coordinator: bool,
+    on_failure: Callable[[BaseException], None],
+) -> dict[str, Any]:
     failure: BaseException | None = None
     for node in graph:
         if failure is not None and not node.coordinates:

@@ -101,7 +101,7 @@ class _Union:
         specs = []
         for spec, targets in zip(self._specs, self._aliases, strict=True):
             alias = next(iter(targets)) if len(targets) == 1 else -1
-            specs.append(replace(spec, alias=alias))
+            specs.append(spec if spec.alias == alias else replace(spec, alias=alias))
         return specs
 
 

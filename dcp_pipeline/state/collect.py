@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -83,18 +84,21 @@ def tensor_of_array(array: np.ndarray[Any, Any] | np.generic) -> torch.Tensor:
 
 def _with_aliases(entries: Entries) -> Entries:
     """Entries over the very same memory point at the first of them, so that it is stored once."""
+    starts = [entry.pieces[0].data.data_ptr() if entry.pieces else None for entry in entries]
+    repeated = {start for start, times in Counter(starts).items() if times > 1 and start}
+    if not repeated:
+        return entries
     first: dict[object, int] = {}
     result = Entries()
-    for position, entry in enumerate(entries):
-        identity = _memory_of(entry)
-        earlier = position if identity is None else first.setdefault(identity, position)
+    for position, (entry, start) in enumerate(zip(entries, starts, strict=True)):
+        earlier = position
+        if start in repeated:
+            earlier = first.setdefault(_memory_of(entry), position)
         result.append(entry if earlier == position else replace(entry, alias=earlier))
     return result
 
 
 def _memory_of(entry: Entry) -> object:
-    if not entry.pieces:
-        return None
     places = tuple(
         (piece.data.data_ptr(), piece.data.stride(), piece.offsets, piece.sizes)
         for piece in entry.pieces

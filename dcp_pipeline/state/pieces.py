@@ -57,7 +57,9 @@ def pieces_of(value: Any) -> ShardedValue:
     dtype = dtype_name(value.dtype)
     if dtype is None:
         raise UnsupportedLeafError(f"a tensor of dtype {value.dtype}")
-    shape = tuple(int(extent) for extent in value.shape)
+    shape = tuple(value.shape)
+    if type(value) is torch.Tensor:
+        return ShardedValue(dtype, shape, list(_of_plain(value, (0,) * len(shape))), True)
     if isinstance(value, DTensor):
         pieces = list(_of_dtensor(value, shape))
         return ShardedValue(dtype, shape, pieces, _may_repeat(value))

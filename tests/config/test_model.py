@@ -166,7 +166,8 @@ MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         {"sorage": {}},
         "sorage",
         "sorage: unknown key; a config takes: stager, planner, coordination, serialization, "
-        "layout, storage, rollback, strict, casts, transforms, overwrite, read_replicas; did you mean 'storage'?",
+        "layout, storage, rollback, strict, casts, transforms, overwrite, read_replicas; did you "
+        "mean 'storage'?",
     ),
     (
         {"storage": {"thred_count": 4}},

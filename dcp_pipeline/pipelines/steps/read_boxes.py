@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
 
 from dcp_pipeline.core.errors import CorruptCheckpointError, DtypeMismatchError
+from dcp_pipeline.core.table import ChunkTable
 from dcp_pipeline.pipelines.steps.read_items import Located
 from dcp_pipeline.state.targets import TensorTarget
 from dcp_pipeline.storage.reading import Read
 from dcp_pipeline.types.dtypes import DTYPES
-from dcp_pipeline.types.entries import Piece
 from dcp_pipeline.types.memory import bytes_of, is_plain_memory
 
 __all__ = ["CastCounts", "Destination", "box_reads", "item_reads"]
@@ -116,31 +115,25 @@ def box_reads(
     """
     table = located.table
     width = len(table.keys[target.key].shape)
-    offsets = table.offsets[rows.start : rows.stop, :width]
-    sizes = table.sizes[rows.start : rows.stop, :width]
-    whole = Destination(
-        target.name,
-        DTYPES[target.dtype],
-        torch.empty(0),
-        partial(casts.add, target) if target.target_dtype is not None else None,
-        None if target.is_fresh else keep,
-    )
+    chunks = _chunks(table, rows, width)
+    dtype = DTYPES[target.dtype]
+    on_cast = partial(casts.add, target) if target.target_dtype is not None else None
+    keep = None if target.is_fresh else keep
     for piece in target.pieces:
         covered = 0
-        for row in _meeting(offsets, sizes, piece):
-            chunk = (tuple(offsets[row].tolist()), tuple(sizes[row].tolist()))
-            low, extent = piece.offsets, piece.sizes
-            view = piece.data.detach()
-            if chunk != (low, extent):
-                low, extent = _common(chunk, (low, extent))
+        wanted = (piece.offsets, piece.sizes)
+        for row, chunk in _meeting(chunks, wanted):
+            (low, extent), view = wanted, piece.data.detach()
+            if chunk != wanted:
+                low, extent = _common(chunk, wanted)
                 for dimension, (at, count) in enumerate(zip(low, extent, strict=True)):
                     if count != piece.sizes[dimension]:
                         view = view.narrow(dimension, at - piece.offsets[dimension], count)
             covered += prod(extent)
             inside = tuple(a - b for a, b in zip(low, chunk[0], strict=True))
             place = rows.start + row
+            destination = Destination(target.name, dtype, view, on_cast, keep)
             file = int(table.file[place])
-            destination = replace(whole, view=view)
             for read in item_reads(located, place, chunk[1], inside, extent, destination):
                 yield file, read
         if covered != prod(piece.sizes):
@@ -148,6 +141,27 @@ def box_reads(
                 f"the chunks of {target.name} hold {covered} of the {prod(piece.sizes)} elements at"
                 f" offsets {list(piece.offsets)} sizes {list(piece.sizes)}"
             )
+
+
+def _chunks(table: ChunkTable, rows: range, width: int) -> list[Box]:
+    offsets = table.offsets[rows.start : rows.stop, :width].tolist()
+    sizes = table.sizes[rows.start : rows.stop, :width].tolist()
+    return [(tuple(o), tuple(s)) for o, s in zip(offsets, sizes, strict=True)]
+
+
+def _meeting(chunks: list[Box], wanted: Box) -> Iterable[tuple[int, Box]]:
+    """The chunks that have an element in common with ``wanted``, and their numbers."""
+    if len(chunks) == 1:
+        return [(0, chunks[0])]
+    low, high = wanted[0], tuple(a + b for a, b in zip(*wanted, strict=True))
+    return [
+        (number, chunk)
+        for number, chunk in enumerate(chunks)
+        if all(
+            begin < end and begin + extent > start
+            for begin, extent, start, end in zip(*chunk, low, high, strict=True)
+        )
+    ]
 
 
 def _common(one: Box, other: Box) -> Box:
@@ -184,15 +198,6 @@ def item_reads(
         destination.fill(tensor)
 
     yield destination.read_through(base, stored.payload_bytes, deliver)
-
-
-def _meeting(offsets: Any, sizes: Any, piece: Piece) -> Sequence[int]:
-    if len(offsets) == 1:
-        return (0,)
-    low = np.asarray(piece.offsets, np.int64)
-    high = low + np.asarray(piece.sizes, np.int64)
-    meets = ((offsets < high) & (offsets + sizes > low)).all(axis=1)
-    return [int(row) for row in np.flatnonzero(meets)]
 
 
 def _dense_reads(
