@@ -22,7 +22,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
     """Sizes as in a transformer, some of which the ranks do not divide."""
     return {
         f"model.layers.{i // 10}.part{i % 10}.weight": (
-            2048 * (i % 7 + 1) + i % 3,
+            2048 * (i % 7 + 1) - i % 3,
             64 * (i % 5 + 1),
         )
         for i in range(TENSORS)
