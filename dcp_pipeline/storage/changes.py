@@ -41,6 +41,9 @@ class FileChanges:
         while not os.path.isdir(current):
             missing.append(current)
             current = os.path.dirname(current)
+        with contextlib.suppress(PermissionError):
+            # It may have been made by a process that ended before this.
+            self.sync_directory(os.path.dirname(current))
         for directory in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 self.make_directory(directory)

@@ -189,12 +189,17 @@ class Image:
 
 
 def images(before: Disk, log: Log) -> Iterator[tuple[int, str, Image]]:
-    """Every different image, with the number of changes before the power is lost, and how."""
+    """Every different image, with the number of changes before the power is lost, and how.
+
+    Those after the last change come again: more has to hold once the save has returned.
+    """
     seen: set[Image] = set()
     disk = before
     for number in range(len(log) + 1):
         if number:
             disk.apply(log[number - 1])
+        if number == len(log):
+            seen.clear()
         for tables in disk.tables():
             for unsynced in BYTES:
                 image = Image(frozenset(_walk(disk, tables, "", unsynced)))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dcp_pipeline.storage.changes import FileChanges
+from tests.crash.changes import kill
 from tests.crash.power import Change
 
 __all__ = ["RecordingChanges", "read_log"]
@@ -25,10 +26,12 @@ class RecordingChanges(FileChanges):
     Args:
         log: the file, shared by all ranks.
         root: the directory that paths are relative to.
+        stop_after: changes after which the process is killed.
     """
 
-    def __init__(self, log: Path, root: Path) -> None:
+    def __init__(self, log: Path, root: Path, stop_after: int = -1) -> None:
         super().__init__()
+        self._left = stop_after
         self._log = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         self._root = os.fspath(root)
         self._files: dict[int, int] = {}
@@ -41,6 +44,9 @@ class RecordingChanges(FileChanges):
         fcntl.flock(self._log, fcntl.LOCK_EX)
         os.write(self._log, json.dumps(change.encode()).encode() + b"\n")
         fcntl.flock(self._log, fcntl.LOCK_UN)
+        self._left -= 1
+        if not self._left:
+            kill()
 
     def make_directory(self, path: str) -> None:
         super().make_directory(path)

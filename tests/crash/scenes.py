@@ -87,10 +87,11 @@ class Before:
         return cls(scene, path, opened(path), opened_by_dcp(path))
 
 
-def problems_after(before: Before, path: Path) -> list[str]:
+def problems_after(before: Before, path: Path, is_done: bool = False) -> list[str]:
     """What is wrong with a directory after a save into it ended anywhere; empty if nothing is.
 
-    - It opens as the checkpoint before the save or as the new one, to the last bit.
+    - It opens as the checkpoint before the save or as the new one, to the last bit; as the new one
+      where ``is_done`` says that the save had returned.
     - Plain DCP opens the same, or the one before: ``.metadata`` is replaced right after the
       manifest, and the files of the checkpoint before are deleted only then.
     - ``prune`` leaves that as it is, and no file that the manifest does not name.
@@ -101,7 +102,8 @@ def problems_after(before: Before, path: Path) -> list[str]:
     except BaseException as error:
         return [f"does not open: {type(error).__name__}: {error}"]
     new = 2 if before.scene.serialization == "torch_save" else NOTHING
-    if found not in ((before.ours, before.dcp), (2, before.dcp), (2, new)):
+    unfinished = () if is_done else ((before.ours, before.dcp), (2, before.dcp))
+    if found not in ((2, new), *unfinished):
         return [f"opens as generation {found[0]}, and under plain DCP as {found[1]}"]
     return [*_after_prune(path, found), *_after_next_save(before, path)]
 

@@ -48,7 +48,7 @@ def kill_alone(root: str, start: str, serialization: str, is_full: bool) -> dict
 
     whole = run(None)
     made = [(method, name) for method, name in whole.value]
-    points, problems = [], [f"not killed: {p}" for p in problems_after(before, path)]
+    points, problems = [], [f"not killed: {p}" for p in problems_after(before, path, True)]
     for stop in stops(made, is_full):
         ended = run(stop)
         point = (stop.when, *made[stop.number])
@@ -83,7 +83,7 @@ def kill_ranks(
     whole = run(None)
     assert [ended.how for ended in whole] == ["ok", "ok"], whole
     made = [(method, name) for method, name in whole[rank].value]
-    points, problems = [], [f"not killed: {p}" for p in problems_after(before, path)]
+    points, problems = [], [f"not killed: {p}" for p in problems_after(before, path, True)]
     chosen = [stop for stop in stops(made, is_full) if is_due(stop, made, step)]
     for stop in chosen:
         ended = run(stop)
