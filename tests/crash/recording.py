@@ -5,6 +5,7 @@ Nothing is synced for real: that a sync was asked for is all that matters here.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -108,6 +109,36 @@ class WithoutDirectorySync(RecordingChanges):
 
     def sync_directory(self, path: str) -> None:
         return None
+
+
+class FailingDirectorySync(RecordingChanges):
+    """The disk reports an error when the names are synced, from the commit record's on."""
+
+    has_committed = False
+
+    def replace(self, source: str, target: str) -> None:
+        super().replace(source, target)
+        self.has_committed |= os.path.basename(target) == "manifest.json"
+
+    def sync_directory(self, path: str) -> None:
+        if self.has_committed:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        super().sync_directory(path)
+
+
+class FailingLastSync(RecordingChanges):
+    """As :class:`FailingDirectorySync`, from the sync on that follows the commit record's."""
+
+    has_replaced = False
+
+    def replace(self, source: str, target: str) -> None:
+        super().replace(source, target)
+        self.has_replaced |= os.path.basename(target) == ".metadata"
+
+    def sync_directory(self, path: str) -> None:
+        if self.has_replaced:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        super().sync_directory(path)
 
 
 def read_log(log: Path) -> list[Change]:

@@ -100,7 +100,7 @@ def problems_after(before: Before, path: Path, is_done: bool = False) -> list[st
     try:
         found = (opened(path), opened_by_dcp(path))
     except BaseException as error:
-        return [f"does not open: {type(error).__name__}: {error}"]
+        return [f"does not open: {_line(error)}"]
     new = 2 if before.scene.serialization == "torch_save" else NOTHING
     unfinished = () if is_done else ((before.ours, before.dcp), (2, before.dcp))
     if found not in ((2, new), *unfinished):
@@ -119,7 +119,7 @@ def _after_prune(path: Path, found: tuple[int, int]) -> list[str]:
         again = (opened(pruned), opened_by_dcp(pruned))
         left = left_over(pruned)
     except BaseException as error:
-        return [f"prune: {type(error).__name__}: {error}"]
+        return [f"prune: {_line(error)}"]
     finally:
         shutil.rmtree(pruned, ignore_errors=True)
     problems = [f"prune makes of {found}: {again}"] if again != found else []
@@ -133,8 +133,13 @@ def _after_next_save(before: Before, path: Path) -> list[str]:
         saves.save(path, 3, before.scene.serialization)
         found = (opened(path), opened_by_dcp(path))
     except BaseException as error:
-        return [f"the next save: {type(error).__name__}: {error}"]
+        return [f"the next save: {_line(error)}"]
     wanted = (3, 3 if before.scene.serialization == "torch_save" else NOTHING)
     problems = [f"the next save opens as {found}"] if found != wanted else []
     left = left_over(path)
     return problems + ([f"the next save leaves {left}"] if left else [])
+
+
+def _line(error: BaseException) -> str:
+    # CheckpointException of torch has every rank's traceback in it; its end says what was wrong.
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"

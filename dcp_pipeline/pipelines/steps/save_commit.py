@@ -106,6 +106,9 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
         raise
     except BaseException as error:
         _settle_doubt(directory, name, record, plan.record, error)
+        # It may not be durable, and a loss of power bring the old one back, so its files stay.
+        job.committed = manifest
+        return record
     job.committed = manifest
     _tidy(job, plan, record)
     return record
