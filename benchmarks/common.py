@@ -19,7 +19,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Measurement", "Result", "interleaved", "llama_like", "many_small", "report", "workplace"]
+__all__ = [
+    "Measurement",
+    "Result",
+    "interleaved",
+    "llama_like",
+    "many_small",
+    "report",
+    "workplace",
+]
 
 
 @dataclass

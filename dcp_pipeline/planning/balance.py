@@ -36,7 +36,9 @@ def assign_writers(
     first = groups.order[groups.start[:-1]]
     shared = np.flatnonzero(groups.sizes > 1)
     if split_bytes is None or not len(shared):
-        return _by_owner(table.take(first), row[first])
+        # Whole tables are large at scale: one copy, in the final order.
+        order = np.lexsort([row[first], table.owner[first]])
+        return table.take(first[order]), row[first[order]]
     single = first[groups.sizes == 1]
     loads = np.bincount(
         table.owner[single], weights=table.nbytes[single], minlength=world_size

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
+
 from dcp_pipeline.core.packing import Column
+from dcp_pipeline.core.path import dotted
 from dcp_pipeline.core.table import ChunkTable
 from dcp_pipeline.types.entries import Entries
 
@@ -28,6 +32,18 @@ class GlobalPlan:
     table: ChunkTable
     row: Column
     keys: tuple[Column, ...]
+
+    @cached_property
+    def bytes_by_rank(self) -> Column:
+        """``[world_size]`` bytes of the elements that each rank writes."""
+        written = np.bincount(self.table.owner, self.table.nbytes, minlength=len(self.keys))
+        return written.astype(np.int64)
+
+    @cached_property
+    def are_names_dotted(self) -> bool:
+        """Whether every stored name is its path, joined by dots."""
+        pairs = zip(self.names, self.table.keys, strict=True)
+        return all(name == dotted(spec.path) for name, spec in pairs)
 
 
 class Planner(ABC):

@@ -70,7 +70,7 @@ class DefaultPlanner(Planner):
             check_replicas_equal(merged.table, groups, merged.names)
         split = self._split_bytes if self._dedup == "balanced" else None
         table, row = assign_writers(merged.table, merged.row, groups, len(tables), split)
-        check_tiling(table.take(~merged.is_alias[table.key]), merged.is_alias)
+        check_tiling(table, merged.is_alias)
         return GlobalPlan(merged.names, table, row, merged.keys)
 
 

@@ -56,9 +56,11 @@ def merge_tables(tables: list[ChunkTable]) -> MergedTables:
     ]
     table = concatenate(parts, specs)
     row = np.concatenate([np.arange(len(part)) for part in parts]) if parts else table.key
-    kept = ~is_alias[table.key] if len(specs) else np.ones(len(table), bool)
+    if is_alias.any():
+        kept = ~is_alias[table.key]
+        table, row = table.take(kept), row[kept]
     names = tuple(assign_names([spec.path for spec in specs]))
-    return MergedTables(names, table.take(kept), row[kept], tuple(keys), is_alias)
+    return MergedTables(names, table, row, tuple(keys), is_alias)
 
 
 class _Union:
