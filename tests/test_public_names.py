@@ -1,0 +1,96 @@
+"""The public names: frozen, resolvable, and complete against DCP's."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata, planner, stateful, storage
+
+import dcp_pipeline
+from dcp_pipeline.core import errors
+
+# What DCP has and later versions of this package bring.
+LATER = {
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
+    "QuantizedHuggingFaceStorageReader",
+    "async_save",
+    "load_sharded_optimizer_state_dict",
+}
+OURS = {
+    "AppState",
+    "CastRecord",
+    "CheckpointException",
+    "CheckpointManager",
+    "ChunkTable",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "Graph",
+    "LoadReport",
+    "Manifest",
+    "Node",
+    "NodeTiming",
+    "Pipeline",
+    "PipelineBuilder",
+    "PipelineConfig",
+    "Trace",
+    "Where",
+    "load",
+    "load_keys",
+    "load_state_dict",
+    "register",
+    "save",
+    "save_state_dict",
+    "verify",
+}
+
+
+def test_every_name_resolves() -> None:
+    for name in dcp_pipeline.__all__:
+        assert getattr(dcp_pipeline, name) is not None
+
+
+def test_names_of_ours_are_frozen() -> None:
+    from dcp_pipeline.types import dcp as types
+
+    error_names = set(errors.__all__) - {"list_some"}
+    assert set(dcp_pipeline.__all__) == OURS | error_names | set(types.__all__)
+
+
+def test_every_public_name_of_dcp_is_here() -> None:
+    public = {
+        name
+        for name in vars(dcp)
+        if not name.startswith("_") and not isinstance(vars(dcp)[name], type(sys))
+    }
+    assert public - set(dcp_pipeline.__all__) == LATER
+
+
+def test_types_are_torchs_own() -> None:
+    modules = (dcp, filesystem, metadata, planner, stateful, storage)
+    own = {"FileSystemReader", "FileSystemWriter", "CheckpointException", *OURS}
+    for name in dcp_pipeline.__all__:
+        theirs = next((vars(m)[name] for m in modules if name in vars(m)), None)
+        if theirs is not None and name not in own:
+            assert getattr(dcp_pipeline, name) is theirs, name
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(dcp_pipeline.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        node.module: {alias.name for alias in node.names}
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert seen == {module: set(names) for module, names in dcp_pipeline._HOME.items()}
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    program = (
+        "import sys, dcp_pipeline; print(sorted({'torch', 'hydra', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
