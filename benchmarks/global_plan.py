@@ -1,10 +1,10 @@
-"""The coordinator's work at scale, beside plain DCP's: N ranks x 1,000 sharded tensors, one process.
+"""The coordinator's work at scale beside plain DCP's: N ranks x 1,000 sharded tensors.
 
     python -m benchmarks.global_plan [--ranks 64 512 2048] [--dcp 64 512] [--output FILE]
 
-Ours: unpack every rank's table, merge, remove replicas, balance, prove the tiling, make every rank's
-share, and encode the manifest. Plain DCP's: ``DefaultSavePlanner.create_global_plan`` over the
-plans of all ranks, and pickling the metadata; its plans and metadata travel between ranks as pickles.
+Ours: unpack every rank's table, merge, remove replicas, balance, prove the tiling, make every
+rank's share, and encode the manifest. Plain DCP's: ``DefaultSavePlanner.create_global_plan`` over
+the plans of all ranks, and pickling the metadata; both travel between ranks as pickles.
 Each size runs in a process of its own, whose peak memory is reported.
 """
 

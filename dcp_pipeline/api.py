@@ -57,8 +57,8 @@ def save(
         planner: one written for DCP, instead of the config's planner.
         process_group: the ranks that save, ``None`` for all.
         no_dist: save this process alone.
-        use_collectives: off, every rank saves on its own, as DCP does it: there is no common commit,
-            and only DCP's files, ``__{rank}.metadata`` among them.
+        use_collectives: off, every rank saves on its own, as DCP does it: there is no common
+            commit, and only DCP's files, ``__{rank}.metadata`` among them.
 
     Returns:
         DCP's metadata of what was saved.

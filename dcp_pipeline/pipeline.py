@@ -78,7 +78,8 @@ class Pipeline:
     def from_recipe(cls, recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Pipeline:
         """A pipeline of a recipe, by name or path, with Hydra overrides.
 
-        >>> Pipeline.from_recipe("tiny_decoder", ["storage.thread_count=4"]).config.storage.thread_count
+        >>> pipeline = Pipeline.from_recipe("tiny_decoder", ["storage.thread_count=4"])
+        >>> pipeline.config.storage.thread_count
         4
         """
         return cls(compose(overrides, recipe=recipe).config)

@@ -63,7 +63,7 @@ def open_answer(step: str, answer: bytes, own: BaseException | None, rank: int) 
 def failure_of(
     step: str, records: dict[str, dict[str, Any]], own: BaseException | None, rank: int
 ) -> CheckpointException:
-    """The joint error of the ranks in ``records``; ranks that only followed another are left out."""
+    """The joint error of the ranks in ``records``, without those that only followed another."""
     failures: Failures = {int(sender): error_from_record(r) for sender, r in records.items()}
     causes = {r: f for r, f in failures.items() if not isinstance(f[0], PeerFailedError)}
     failures = causes or failures

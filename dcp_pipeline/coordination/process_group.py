@@ -247,7 +247,7 @@ class ProcessGroupCoordinator(Coordinator):
     def _explain(self, step: str, error: BaseException) -> BaseException:
         if not isinstance(error, _LostContact):
             return error
-        # Another rank may know better who is gone: a rank whose own partner is gone stops answering.
+        # Another rank may know better who is gone: one whose own partner is gone stops answering.
         for _ in range(_GRACE_POLLS):
             lost = self._lost()
             if lost is not None:
@@ -261,8 +261,8 @@ class ProcessGroupCoordinator(Coordinator):
     def _broken(self, step: str, rank: int, reason: str) -> CoordinationError:
         self._control.is_broken = True
         return CoordinationError(
-            f"rank {rank} was lost during {step}: {reason}. It has ended, or it did not answer within"
-            " coordination.timeout_seconds"
+            f"rank {rank} was lost during {step}: {reason}. It has ended, or it did not"
+            " answer within coordination.timeout_seconds"
         )
 
     def _lost(self) -> tuple[int, str] | None:
@@ -284,7 +284,7 @@ class ProcessGroupCoordinator(Coordinator):
         self._ask_store(lambda store: store.set(key, value))
 
     def _ask_store(self, question: Callable[[Any], Any]) -> Any:
-        """An answer of the store, ``None`` once its host is gone: asking again would only be noise."""
+        """An answer of the store, ``None`` once its host is gone: more questions would be noise."""
         if self._control.has_lost_store:
             return None
         try:

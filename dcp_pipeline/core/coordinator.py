@@ -69,7 +69,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def peer_failed(self) -> bool:
-        """Whether another rank has reported a failure since the last exchange. Quick, not collective."""
+        """Whether another rank has reported a failure; quick, and not collective."""
 
     def close(self) -> None:
         """Give back groups and threads; the coordinator is not used afterwards."""

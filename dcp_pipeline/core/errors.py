@@ -4,7 +4,7 @@ The tree (a built-in in brackets is a second base, so that the obvious ``except`
 
     CheckpointError
     ├── ConfigError [ValueError]             a config that cannot be built; carries the key's path
-    ├── GraphError [ValueError]              a graph with a missing input, a duplicate output or a cycle
+    ├── GraphError [ValueError]              a missing input, a duplicate output or a cycle
     ├── StateError [ValueError]
     │   ├── UnsupportedLeafError [TypeError]     values that no checkpoint can hold
     │   ├── ShapeConflictError                   ranks disagree about a tensor's shape or dtype
@@ -25,10 +25,10 @@ The tree (a built-in in brackets is a second base, so that the obvious ``except`
     │   ├── FormatError                          a file does not follow its format
     │   │   └── NewerFormatError                 written by a newer major version
     │   └── MissingFileError [FileNotFoundError] a file that the commit record names is gone
-    ├── UnsafeCheckpointError [ValueError]   refused: code, a path out of the directory, absurd sizes
-    ├── StorageError [OSError]               the operating system's own error, with path and room left
+    ├── UnsafeCheckpointError [ValueError]   refused: code, a path leading out, absurd sizes
+    ├── StorageError [OSError]               the system's own error, with path and room left
     ├── CoordinationError [RuntimeError]
-    │   ├── NotDistributedError                  WORLD_SIZE says several ranks, no process group is there
+    │   ├── NotDistributedError                  several ranks by WORLD_SIZE, but no process group
     │   ├── DisagreementError [ValueError]       ranks name different checkpoints or configs
     │   └── PeerFailedError                      this rank stopped because another one failed
     ├── RollbackFailedError [RuntimeError]   a failed load could not be undone
@@ -235,7 +235,7 @@ class MissingFileError(_SystemError, CorruptCheckpointError, FileNotFoundError):
 
 
 class UnsafeCheckpointError(CheckpointError, ValueError):
-    """A file asks for something that reading data never needs: code, a path outside, absurd sizes."""
+    """A file asks for what reading data never needs: code, a path outside, absurd sizes."""
 
 
 class StorageError(_SystemError):

@@ -165,7 +165,7 @@ def safe_name(name: object) -> str:
     """
     if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name:
         raise UnsafeCheckpointError(
-            f"the checkpoint names the file {name!r}, which is not a plain name inside its directory"
+            f"the checkpoint names the file {name!r}, which is no plain name inside its directory"
         )
     if "\0" in name or len(name) > 255:
         raise UnsafeCheckpointError(f"not a file name: {name[:80]!r}")

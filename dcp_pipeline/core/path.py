@@ -1,7 +1,7 @@
 """Where a leaf lies in a nested state: typed paths and the dotted names made of them.
 
-A path tells ``{"a": {0: x}}`` from ``{"a": {"0": x}}`` and from ``{"a": [x]}``; the dotted name, DCP's
-own, is ``a.0`` for all three. Paths are what is compared; names are what is shown and stored.
+A path tells ``{"a": {0: x}}`` from ``{"a": {"0": x}}`` and from ``{"a": [x]}``; the dotted name,
+DCP's own, is ``a.0`` for all three. Paths are what is compared; names are what is shown and stored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def dotted(path: Path) -> str:
 
 
 def encode_path(path: Path) -> list[object]:
-    """Path as JSON: a mapping's key as itself, a list index as ``[i]``, a tuple index as ``[i, 1]``."""
+    """Path as JSON: a key of a mapping as itself, a list index as ``[i]``, a tuple's as ``[i, 1]``."""
     return [_encode(part) for part in path]
 
 

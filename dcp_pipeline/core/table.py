@@ -184,7 +184,8 @@ class ChunkTable:
         """The inverse of :meth:`pack`.
 
         Args:
-            cache: decoded keys by their packed bytes; ranks that hold the same keys are decoded once.
+            cache: decoded keys by their packed bytes; the keys of ranks that hold the same are
+                decoded once.
         """
         try:
             (size,) = struct.unpack_from("<I", data)
@@ -223,7 +224,7 @@ class ChunkTable:
 
 
 def concatenate(tables: Sequence[ChunkTable], keys: Sequence[KeySpec]) -> ChunkTable:
-    """Rows of several tables over one list of ``keys``; their ``key`` columns already point into it."""
+    """Rows of several tables, whose ``key`` columns point into one list of ``keys`` already."""
     width = max((table.dimensions for table in tables), default=0)
     wide = [table.widen(width) for table in tables]
     names = (*_ONE_COLUMN, "offsets", "sizes")

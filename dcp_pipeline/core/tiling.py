@@ -34,7 +34,7 @@ def check_tiling(table: ChunkTable, skip: np.ndarray[tuple[int], np.dtype[np.boo
     if problems:
         raise TilingError(
             "the chunks do not tile the state: " + "; ".join(problems)
-            + ". Every element of a tensor must be held by exactly one chunk (replicas aside): check"
+            + ". Every element of a tensor must be in exactly one chunk (replicas aside): check"
             " the placements and the shapes that each rank passes"
         )  # fmt: skip
 

@@ -29,7 +29,8 @@ class NodeTiming:
     def __str__(self) -> str:
         if self.rate is None or self.nbytes is None:
             return f"{self.node} {self.seconds:.3f} s"
-        return f"{self.node} {self.seconds:.3f} s ({self.nbytes / 1e6:.1f} MB, {self.rate / 1e9:.2f} GB/s)"
+        moved = f"{self.nbytes / 1e6:.1f} MB, {self.rate / 1e9:.2f} GB/s"
+        return f"{self.node} {self.seconds:.3f} s ({moved})"
 
 
 @dataclass(slots=True)

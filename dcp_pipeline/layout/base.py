@@ -61,7 +61,7 @@ class Layout(ABC):
 
     @abstractmethod
     def current(self, directory: Directory) -> tuple[bytes | None, str | None]:
-        """What a new save replaces: the record's bytes, and the digest of a superseded companion."""
+        """What a new save replaces: the record's bytes, the digest of a superseded companion."""
 
     @abstractmethod
     def replaced_names(self, directory: Directory) -> Collection[str]:

@@ -75,7 +75,7 @@ class CheckpointManager:
         """Save ``state`` as a step, then remove steps that are not to be kept.
 
         Raises:
-            CheckpointExistsError: the step is committed already and the pipeline does not overwrite.
+            CheckpointExistsError: the step is committed and the pipeline does not overwrite.
         """
         saved = self.pipeline.save(state, self.path(step), process_group=self._group)
         if self._coordinator().is_coordinator:

@@ -76,7 +76,7 @@ class TorchSaveSerialization(Serialization):
                     yield memoryview(frame.head)
                     checksum = 0
                     for view in segments_of(item.data):
-                        # Small steps, so that the bytes are still in the cache when they are written.
+                        # Small steps: the bytes are still in the cache when they are written.
                         for start in range(0, len(view), _CRC_STEP):
                             step = view[start : start + _CRC_STEP]
                             checksum = crc32(step, checksum)

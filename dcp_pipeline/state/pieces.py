@@ -27,7 +27,7 @@ from dcp_pipeline.types.entries import Piece
 __all__ = ["ShardedValue", "pieces_of"]
 
 Runs = list[tuple[int, int]]
-"""Ranges ``(start, length)`` of one dimension, in the order in which the local tensor holds them."""
+"""Ranges ``(start, length)`` of one dimension, in the order of the local tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def _runs(
     coordinate: Sequence[int],
     placements: Sequence[Any],
 ) -> list[Runs]:
-    """The ranges of every dimension that lie at ``coordinate``, placements applied left to right."""
+    """The ranges of each dimension that lie at ``coordinate``, placements applied left to right."""
     runs: list[Runs] = [[(0, extent)] for extent in shape]
     for parts, position, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, Replicate):

@@ -75,7 +75,7 @@ def fresh_tensor(spec: KeySpec) -> torch.Tensor:
 
 
 def materialized(value: Any) -> Any:
-    """A meta tensor's counterpart with memory: on the mesh's device, or the default group's, or CPU."""
+    """A meta tensor's counterpart with memory: on the device of the mesh or group, or CPU."""
     if isinstance(value, DTensor):
         device = _current(value.device_mesh.device_type)
         local = torch.empty_like(value.to_local(), device=device)

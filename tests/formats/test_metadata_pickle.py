@@ -226,7 +226,7 @@ def test_no_code_runs(protocol, tmp_path):
 def test_unknown_classes_are_named():
     metadata = sample()
     metadata.planner_data = [Evil]
-    with pytest.raises(UnsafeCheckpointError, match="test_metadata_pickle.Evil"):
+    with pytest.raises(UnsafeCheckpointError, match=r"test_metadata_pickle\.Evil"):
         read_metadata(pickle.dumps(metadata))
 
 

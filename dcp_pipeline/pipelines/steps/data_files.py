@@ -84,8 +84,8 @@ class DataFiles:
         assert self._manifest.checksum is not None
         if len(data) != entry.size or sums_digest(self._manifest.checksum, data) != entry.digest:
             raise ChecksumError(
-                f"{name} is damaged, or belongs to another save: it does not match its digest in the"
-                " manifest"
+                f"{name} is damaged, or belongs to another save: it does not match its digest in"
+                " the manifest"
             )
         return parse_sums(data)
 
