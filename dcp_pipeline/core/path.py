@@ -35,7 +35,7 @@ def dotted(path: Path) -> str:
 
 
 def encode_path(path: Path) -> list[object]:
-    """Path as JSON: a key of a mapping as itself, a list index as ``[i]``, a tuple's as ``[i, 1]``."""
+    """Path as JSON: a mapping's key as itself, a list index as ``[i]``, a tuple's as ``[i, 1]``."""
     return [_encode(part) for part in path]
 
 

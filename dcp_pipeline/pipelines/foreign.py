@@ -1,8 +1,8 @@
 """The two graphs with DCP's own objects in them: a planner, a storage writer or a reader for DCP.
 
 They keep DCP's protocol, so what somebody wrote for ``torch.distributed.checkpoint`` works here.
-Its plans and results are Python objects, which travel between ranks as pickles; our own planner's do
-not. Failures travel as everywhere else, and name rank and node.
+Its plans and results are Python objects, which travel between ranks as pickles; our own planner's
+do not. Failures travel as everywhere else, and name rank and node.
 """
 
 from __future__ import annotations
