@@ -10,7 +10,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import dcp_pipeline.tools
+try:
+    from dcp_pipeline.tools.prune import prune
+except ImportError:
+    prune = None
 from tests.crash import saves
 from tests.crash.changes import CountedChanges, Stop
 from tests.crash.forks import fork
@@ -109,13 +112,12 @@ def problems_after(before: Before, path: Path, is_done: bool = False) -> list[st
 
 
 def _after_prune(path: Path, found: tuple[int, int]) -> list[str]:
-    prune = getattr(dcp_pipeline.tools, "prune", None)
     if prune is None or not path.exists():
         return []
     pruned = path.parent / "pruned"
     saves.copy(path, pruned)
     try:
-        prune.prune(pruned)
+        prune(pruned)
         again = (opened(pruned), opened_by_dcp(pruned))
         left = left_over(pruned)
     except BaseException as error:

@@ -30,8 +30,13 @@ def stops(made: list[Made], is_full: bool) -> list[Stop]:
     return found + [Stop(number, "after") for number in after]
 
 
-def kill_alone(root: str, start: str, serialization: str, is_full: bool) -> dict[str, Any]:
-    """Kill a save of one process at every change; what was tried and what was wrong."""
+def kill_alone(
+    root: str, start: str, serialization: str, step: int, is_full: bool
+) -> dict[str, Any]:
+    """Kill a save of one process at every ``step``-th change, and at all that belong to the commit.
+
+    What was tried, which kinds of change the save makes, and what was wrong.
+    """
     before = Before.of(Scene(start, serialization), Path(root, "before", "checkpoint"))
     path = Path(root, "killed", "checkpoint")
 
@@ -49,20 +54,24 @@ def kill_alone(root: str, start: str, serialization: str, is_full: bool) -> dict
     whole = run(None)
     made = [(method, name) for method, name in whole.value]
     points, problems = [], [f"not killed: {p}" for p in problems_after(before, path, True)]
-    for stop in stops(made, is_full):
+    for stop in (stop for stop in stops(made, is_full) if is_due(stop, made, step)):
         ended = run(stop)
         point = (stop.when, *made[stop.number])
         points.append(point)
         if ended.how != "killed":
             problems.append(f"{point}: ended by {ended}")
         problems += [f"{point}: {problem}" for problem in problems_after(before, path)]
-    return {"points": points, "problems": problems}
+    return {"kinds": sorted({method for method, _ in made}), "points": points, "problems": problems}
 
 
 def kill_ranks(
     root: str, start: str, serialization: str, rank: int, step: int, is_full: bool
 ) -> dict[str, Any]:
-    """Kill one rank of two at every ``step``-th change, and at all that belong to the commit."""
+    """Kill one rank of two at every ``step``-th change, and at all that belong to the commit.
+
+    ``in_doubt`` counts the kills after which the other rank was left with an error although the
+    checkpoint was committed: it must not have deleted what it had written.
+    """
     before = Before.of(Scene(start, serialization), Path(root, "before", "checkpoint"))
     path = Path(root, "killed", "checkpoint")
     turns = iter(range(10_000))
@@ -84,6 +93,7 @@ def kill_ranks(
     assert [ended.how for ended in whole] == ["ok", "ok"], whole
     made = [(method, name) for method, name in whole[rank].value]
     points, problems = [], [f"not killed: {p}" for p in problems_after(before, path, True)]
+    in_doubt = 0
     chosen = [stop for stop in stops(made, is_full) if is_due(stop, made, step)]
     for stop in chosen:
         ended = run(stop)
@@ -97,8 +107,16 @@ def kill_ranks(
         is_told = survivor.how == "error" and "CheckpointError" in survivor.error
         if not is_told and not (may_succeed and survivor.how == "ok"):
             problems.append(f"{point}: the other rank ended by {survivor}")
+        in_doubt += survivor.how == "error" and is_committed(path, before.path)
         problems += [f"{point}: {problem}" for problem in problems_after(before, path)]
-    return {"points": points, "problems": problems}
+    return {"points": points, "problems": problems, "in_doubt": in_doubt}
+
+
+def is_committed(path: Path, before: Path) -> bool:
+    """Whether the commit record is another than before."""
+    records = [folder / "manifest.json" for folder in (path, before)]
+    texts = [record.read_bytes() if record.exists() else None for record in records]
+    return texts[0] != texts[1]
 
 
 def is_due(stop: Stop, made: list[Made], step: int) -> bool:
