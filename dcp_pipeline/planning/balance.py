@@ -56,12 +56,15 @@ def _by_owner(table: ChunkTable, row: Column) -> tuple[ChunkTable, Column]:
 
 
 def _by_holders(table: ChunkTable, groups: ReplicaGroups, shared: Column) -> list[Column]:
-    """The shared groups, those with the same set of holders together."""
+    """The shared groups, those with the same set of holders together, the smallest sets first.
+
+    What few ranks hold leaves little choice; what many hold makes up for it afterwards.
+    """
     # A random number per rank, summed over the holders: equal sums are equal sets.
     numbers = np.random.default_rng(0).integers(0, 1 << 62, int(table.owner.max()) + 1, np.uint64)
     sums = np.add.reduceat(numbers[table.owner[groups.order]], groups.start[:-1])[shared]
     _, inverse = np.unique(sums, return_inverse=True)
-    order = np.argsort(inverse, kind="stable")
+    order = np.lexsort([inverse, groups.sizes[shared]])
     cuts = np.flatnonzero(np.diff(inverse[order])) + 1
     return np.split(shared[order], cuts)
 
