@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from dcp_pipeline.core.checksum import digest_of
 from dcp_pipeline.core.errors import CheckpointError
 from dcp_pipeline.core.liveness import ProcessIdentity
 from dcp_pipeline.core.manifest import Manifest
-from dcp_pipeline.layout.names import METADATA, marker_save_id
+from dcp_pipeline.layout.names import METADATA, marker_save_id, save_of
 from dcp_pipeline.storage.base import Directory
 
-__all__ = ["is_live_marker", "is_overwritten_by_dcp", "live_saves"]
+__all__ = ["dead_names", "is_live_marker", "is_overwritten_by_dcp", "live_saves", "names_in"]
 
 _TAIL_BYTES: Final = 4096
+_LONGEST_LIMIT: Final = 7 * 86_400.0
 
 
 def is_overwritten_by_dcp(manifest: Manifest, directory: Directory) -> bool:
@@ -35,16 +37,29 @@ def is_live_marker(directory: Directory, name: str, stale_after: float) -> bool:
     """Whether a file is the marker of a save that is under way.
 
     Args:
-        stale_after: seconds after which a marker that was not renewed is of a dead save.
+        stale_after: seconds after which a marker that was not renewed is of a dead save, unless
+            it asks for more itself.
     """
     if marker_save_id(name) is None:
         return False
     try:
-        owner = ProcessIdentity.parse(directory.read(name))
+        content = directory.read(name)
         age = directory.age(name)
     except CheckpointError:
         return False
-    return not (owner is not None and owner.is_gone()) and age <= stale_after
+    owner = ProcessIdentity.parse(content)
+    limit = max(stale_after, _own_limit(content))
+    return not (owner is not None and owner.is_gone()) and age <= limit
+
+
+def _own_limit(marker: bytes) -> float:
+    """How seldom a save renews its marker is its config's to say, not that of who looks at it."""
+    try:
+        limit = json.loads(marker)["stale_after"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0.0
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    return min(limit, _LONGEST_LIMIT) if is_number and limit > 0 else 0.0
 
 
 def live_saves(directory: Directory, found: Iterable[str], stale_after: float) -> set[str]:
@@ -54,3 +69,37 @@ def live_saves(directory: Directory, found: Iterable[str], stale_after: float) -
         for name in found
         if (save_id := marker_save_id(name)) and is_live_marker(directory, name, stale_after)
     }
+
+
+def names_in(manifest: Manifest) -> set[str]:
+    """The files that a commit record names."""
+    return {file.name for file in manifest.files} | {sums.name for sums in manifest.sums}
+
+
+def dead_names(
+    directory: Directory,
+    needed: Callable[[], Collection[str]],
+    stale_after: float,
+    save_of: Callable[[str], str | None] = save_of,
+    own: str = "",
+) -> list[str]:
+    """The files of saves that are neither committed nor under way, markers first.
+
+    Safe beside other saves: a save has its marker before it has any other file, and is committed
+    before the marker goes. So files are listed first, then markers, then the commit record is read.
+    The marker has to be removed before the rest, since a save that finds its own gone gives up.
+
+    Args:
+        needed: reads what the committed checkpoint names; called last.
+        stale_after: as in :func:`is_live_marker`.
+        own: first eight digits of the id of the caller's own save.
+    """
+    listed = directory.names()
+    alive = live_saves(directory, directory.names(), stale_after) | {own}
+    kept = needed()
+    dead = [
+        name
+        for name in listed
+        if (save := save_of(name)) is not None and save not in alive and name not in kept
+    ]
+    return sorted(dead, key=lambda name: marker_save_id(name) is None)

@@ -84,7 +84,9 @@ class Heartbeat:
         self._name = name
         self._stopped = threading.Event()
         # A marker without content would say nothing of its owner, and outlive it for long.
-        directory.put_whole(name, ProcessIdentity.current().encode(started_at=time.time()))
+        owner = ProcessIdentity.current()
+        content = owner.encode(started_at=time.time(), stale_after=stale_after)
+        directory.put_whole(name, content)
         directory.sync()
         self._thread = threading.Thread(
             target=self._renew, args=(stale_after / 4,), name="dcp_pipeline heartbeat", daemon=True

@@ -115,11 +115,19 @@ class FileChanges:
         os.rmdir(path)
 
     def remove_tree(self, path: str) -> None:
-        """Remove a directory and everything in it, file by file."""
-        for directory, _, files in os.walk(path, topdown=False):
-            for name in files:
-                self.remove(os.path.join(directory, name))
-            self.remove_directory(directory)
+        """Remove a directory and everything in it, file by file; links are not followed.
+
+        What another process removes meanwhile is no error.
+        """
+        if os.path.islink(path):
+            raise OSError(errno.ENOTDIR, "a link, not a directory", path)
+        for directory, folders, files in os.walk(path, topdown=False):
+            links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+            for name in (*files, *links):
+                with contextlib.suppress(FileNotFoundError):
+                    self.remove(os.path.join(directory, name))
+            with contextlib.suppress(FileNotFoundError):
+                self.remove_directory(directory)
 
     def touch(self, path: str) -> None:
         """Set a file's modification time to now."""

@@ -12,7 +12,6 @@ from urllib.parse import unquote, urlsplit
 from dcp_pipeline.core.errors import (
     ConcurrentSaveError,
     ConfigError,
-    CorruptCheckpointError,
     MissingFileError,
     StorageError,
     UnsafeCheckpointError,
@@ -21,6 +20,7 @@ from dcp_pipeline.core.liveness import ProcessIdentity
 from dcp_pipeline.core.manifest import safe_name
 from dcp_pipeline.storage.base import Directory, Observer, Segments, Source, Storage
 from dcp_pipeline.storage.changes import FileChanges
+from dcp_pipeline.storage.file_source import FileSource
 from dcp_pipeline.storage.file_writer import BufferPool, stream_to_file
 
 __all__ = ["FileSystemStorage", "local_path"]
@@ -59,7 +59,8 @@ class FileSystemStorage(Storage):
         direct_io: leave out the page cache when writing, where the file system allows it.
         reserve_space: reserve room for a file before anything is written.
         buffer_bytes: size of a thread's I/O buffer.
-        stale_after_seconds: after which a save on another host that did not renew its marker is dead.
+        stale_after_seconds: after which a save on another host that did not renew its marker is
+            dead.
         changes: what makes the changes; tests replace it.
     """
 
@@ -124,7 +125,7 @@ class FileSystemDirectory(Directory):
     def open(self, name: str) -> Source:
         return self._open(name)
 
-    def _open(self, name: str) -> _FileSource:
+    def _open(self, name: str) -> FileSource:
         path = self._path(name)
         with self._system_errors(path):
             try:
@@ -136,7 +137,7 @@ class FileSystemDirectory(Directory):
                     descriptor = self._open_link(path)
                 else:
                     raise
-        return _FileSource(self, name, descriptor)
+        return FileSource(self.location, name, descriptor)
 
     def _open_link(self, path: str) -> int:
         target, root = os.path.realpath(path), os.path.realpath(self.location)
@@ -233,11 +234,28 @@ class FileSystemDirectory(Directory):
     def _remove_temporaries(self, names: Iterable[str]) -> None:
         """What a process has left that was killed in `_replace` or `_break_lock`."""
         stems = {f".{name.lstrip('.')}" for name in names}
-        self.delete(
-            found
-            for found in self.names()
-            if found.endswith(".tmp") and found[: -len(".01234567.tmp")] in stems
-        )
+        self.delete(found for found in self.names() if _stem(found) in stems)
+
+    def stale_helpers(self, names: Sequence[str]) -> list[str]:
+        """What a process has left that was killed while it replaced a file of ``names``.
+
+        The lock and temporary files; none while a live process holds the lock.
+        """
+        stems = {f".{name.lstrip('.')}" for name in (*names, LOCK)}
+        found = self.names()
+        with contextlib.suppress(FileNotFoundError):
+            if LOCK in found and self._holds(self._path(LOCK)):
+                return []
+        return [name for name in found if name == LOCK or _stem(name) in stems]
+
+    def remove_stale_helpers(self, names: Sequence[str]) -> None:
+        """Remove what :meth:`stale_helpers` lists, under the lock.
+
+        Raises:
+            ConcurrentSaveError: a save is committing for long.
+        """
+        with self._locked():
+            self._remove_temporaries([*names, LOCK])
 
     def _replace(self, name: str, data: bytes) -> None:
         temporary = self._path(f".{name.lstrip('.')}.{os.urandom(4).hex()}.tmp")
@@ -287,13 +305,10 @@ class FileSystemDirectory(Directory):
     def _break_lock(self, path: str) -> bool:
         """Remove the lock of a process that is gone; whether it is worth trying again at once."""
         try:
-            age = time.time() - os.lstat(path).st_mtime
-            content = _text_of(path)
+            if self._holds(path):
+                return False
         except FileNotFoundError:
             return True
-        holder = ProcessIdentity.parse(content)
-        if not (holder is not None and holder.is_gone()) and age < self._storage.stale_after:
-            return False
         # Taken aside under a name of our own first: whoever wins the rename breaks the lock.
         aside = f"{path}.{os.urandom(4).hex()}.tmp"
         try:
@@ -303,6 +318,12 @@ class FileSystemDirectory(Directory):
         with contextlib.suppress(FileNotFoundError):  # whoever has the lock by now tidies up too
             self._changes.remove(aside)
         return True
+
+    def _holds(self, path: str) -> bool:
+        """Whether the owner of a lock may still be there."""
+        age = time.time() - os.lstat(path).st_mtime
+        holder = ProcessIdentity.parse(_text_of(path))
+        return not (holder is not None and holder.is_gone()) and age < self._storage.stale_after
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -339,6 +360,11 @@ class FileSystemDirectory(Directory):
         return StorageError(f"{path}: {error.strerror or error} [{name}]{room}", path, code)
 
 
+def _stem(name: str) -> str | None:
+    """What a temporary file is the new text of, with a point before it."""
+    return name[: -len(".01234567.tmp")] if name.endswith(".tmp") else None
+
+
 def _text_of(path: str) -> bytes:
     try:
         return os.fsencode(os.readlink(path))
@@ -347,31 +373,3 @@ def _text_of(path: str) -> bytes:
             raise
     with open(path, "rb") as file:
         return file.read()
-
-
-class _FileSource(Source):
-    def __init__(self, directory: FileSystemDirectory, name: str, descriptor: int) -> None:
-        self.name = name
-        self.size = os.fstat(descriptor).st_size
-        self._directory = directory
-        self._descriptor = descriptor
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        position = 0
-        while position < len(target):
-            try:
-                count = os.preadv(self._descriptor, [target[position:]], offset + position)
-            except OSError as error:
-                path = os.path.join(self._directory.location, self.name)
-                raise StorageError(f"{path}: {error.strerror}", path, error.errno) from error
-            if count == 0:
-                raise CorruptCheckpointError(
-                    f"{self.name} in {self._directory.location} ends at byte {offset + position},"
-                    f" {offset + len(target)} are needed: it was cut off"
-                )
-            position += count
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1

@@ -19,6 +19,7 @@ SURFACE = {
     "inspect": ["--files", "--help", "--json", "--keys", "path"],
     "ls": ["--help", "--json", "path"],
     "verify": ["--help", "--json", "--threads", "path"],
+    "prune": ["--dry-run", "--help", "--json", "root"],
 }
 
 

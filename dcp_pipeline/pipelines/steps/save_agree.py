@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dcp_pipeline.core.errors import CheckpointExistsError, DisagreementError
+from dcp_pipeline.core.errors import CheckpointExistsError, DisagreementError, MissingFileError
 from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.path import Path, decode_path, encode_path
@@ -95,12 +95,22 @@ def start_save(
             " elsewhere, or set overwrite=replace",
             directory.location,
         )
-    directory.prepare()
     save_id = uuid.uuid4().hex
     replaced = frozenset(layout.replaced_names(directory))
     job.plan = CoordinatorPlan(plan, empty, record, superseded, replaced)
-    job.heartbeat = Heartbeat(directory, layout.marker_name(save_id), job.parts.storage.stale_after)
+    job.heartbeat = _heartbeat(job, layout.marker_name(save_id))
     job.save_id = save_id
+
+
+def _heartbeat(job: SaveJob, name: str) -> Heartbeat:
+    directory, stale_after = job.directory, job.parts.storage.stale_after
+    directory.prepare()
+    try:
+        return Heartbeat(directory, name, stale_after)
+    except MissingFileError:
+        # The directory was empty until now, and `prune` has removed it.
+        directory.prepare()
+        return Heartbeat(directory, name, stale_after)
 
 
 def _answer(plan: GlobalPlan, rank: int, save_id: str) -> bytes:

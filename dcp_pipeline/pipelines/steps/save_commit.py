@@ -21,7 +21,7 @@ from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.manifest import FileEntry, Manifest, SumsEntry, check_places
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.table import ChunkTable
-from dcp_pipeline.layout.record import live_saves
+from dcp_pipeline.layout.record import dead_names, names_in
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Receipt, Share
 from dcp_pipeline.planning.base import GlobalPlan
@@ -99,6 +99,12 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
     plan, directory, name = job.plan, job.directory, job.parts.layout.record
     assert plan is not None
     record = manifest.encode()
+    marker = job.parts.layout.marker_name(job.save_id)
+    if not directory.exists(marker):
+        raise ConcurrentSaveError(
+            f"{marker} is gone from {directory.location}: another process took this save for dead,"
+            " and removes what it has written. storage.stale_after_seconds says after how long"
+        )
     job.has_tried_to_commit = True
     try:
         directory.commit(name, record, plan.record, also)
@@ -198,21 +204,17 @@ def versions() -> dict[str, str]:
 
 def _tidy(job: SaveJob, plan: CoordinatorPlan, record: bytes) -> None:
     """Delete what the replaced checkpoint and dead saves have left; never fails the save."""
-    directory = job.directory
-    try:
-        found = directory.names()
-        # Read after the listing: a save that committed meanwhile is either in its marker or here.
-        found_record = directory.read(job.parts.layout.record)
-        current = job.committed if found_record == record else Manifest.decode(found_record)
+    directory, layout = job.directory, job.parts.layout
+
+    def needed() -> set[str]:
+        found = directory.read(layout.record)
+        current = job.committed if found == record else Manifest.decode(found)
         assert current is not None
-        kept = {file.name for file in current.files} | {sums.name for sums in current.sums}
-        alive = live_saves(directory, found, job.parts.storage.stale_after) | {job.save_id[:8]}
-        save_of = job.parts.layout.save_of
-        dead = [
-            name
-            for name in found
-            if (save := save_of(name)) is not None and save not in alive and name not in kept
-        ]
-        directory.delete([*dead, *(plan.replaced & set(found))])
+        return names_in(current)
+
+    try:
+        stale_after = job.parts.storage.stale_after
+        dead = dead_names(directory, needed, stale_after, layout.save_of, own=job.save_id[:8])
+        directory.delete([*dead, *(plan.replaced & set(directory.names()))])
     except (CheckpointError, OSError) as error:
         logger.warning("old files in %s could not be removed: %s", directory.location, error)
