@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dcp_pipeline.core.coordinator import Coordinator
@@ -77,15 +78,20 @@ class Heartbeat:
         directory: where the checkpoint goes.
         name: of the marker.
         stale_after: seconds after which others take a marker that is not renewed for dead.
+        replaces: files to delete after the commit which nothing else tells to be left over.
     """
 
-    def __init__(self, directory: Directory, name: str, stale_after: float) -> None:
+    def __init__(
+        self, directory: Directory, name: str, stale_after: float, replaces: Iterable[str] = ()
+    ) -> None:
         self._directory = directory
         self._name = name
         self._stopped = threading.Event()
         # A marker without content would say nothing of its owner, and outlive it for long.
         owner = ProcessIdentity.current()
-        content = owner.encode(started_at=time.time(), stale_after=stale_after)
+        content = owner.encode(
+            started_at=time.time(), stale_after=stale_after, replaces=sorted(replaces)
+        )
         directory.put_whole(name, content)
         directory.sync()
         self._thread = threading.Thread(

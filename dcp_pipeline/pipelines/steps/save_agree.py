@@ -12,6 +12,7 @@ from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.path import Path, decode_path, encode_path
 from dcp_pipeline.core.table import ChunkTable, KeySpec
+from dcp_pipeline.layout.marker import replaced_by_killed
 from dcp_pipeline.pipelines.job import Heartbeat, SaveJob
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Share
 from dcp_pipeline.planning.base import GlobalPlan
@@ -96,21 +97,22 @@ def start_save(
             directory.location,
         )
     save_id = uuid.uuid4().hex
-    replaced = frozenset(layout.replaced_names(directory))
+    inherited = replaced_by_killed(directory, job.parts.storage.stale_after)
+    replaced = inherited.union(layout.replaced_names(directory))
     job.plan = CoordinatorPlan(plan, empty, record, superseded, replaced)
-    job.heartbeat = _heartbeat(job, layout.marker_name(save_id))
+    job.heartbeat = _heartbeat(job, layout.marker_name(save_id), replaced)
     job.save_id = save_id
 
 
-def _heartbeat(job: SaveJob, name: str) -> Heartbeat:
+def _heartbeat(job: SaveJob, name: str, replaces: frozenset[str]) -> Heartbeat:
     directory, stale_after = job.directory, job.parts.storage.stale_after
     directory.prepare()
     try:
-        return Heartbeat(directory, name, stale_after)
+        return Heartbeat(directory, name, stale_after, replaces)
     except MissingFileError:
         # The directory was empty until now, and `prune` has removed it.
         directory.prepare()
-        return Heartbeat(directory, name, stale_after)
+        return Heartbeat(directory, name, stale_after, replaces)
 
 
 def _answer(plan: GlobalPlan, rank: int, save_id: str) -> bytes:

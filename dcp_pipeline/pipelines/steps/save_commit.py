@@ -216,5 +216,8 @@ def _tidy(job: SaveJob, plan: CoordinatorPlan, record: bytes) -> None:
         stale_after = job.parts.storage.stale_after
         dead = dead_names(directory, needed, stale_after, layout.save_of, own=job.save_id[:8])
         directory.delete([*dead, *(plan.replaced & set(directory.names()))])
+        if plan.replaced:
+            # Only the marker names them, so it may go once they are gone for good.
+            directory.sync()
     except (CheckpointError, OSError) as error:
         logger.warning("old files in %s could not be removed: %s", directory.location, error)
