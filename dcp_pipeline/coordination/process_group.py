@@ -260,10 +260,12 @@ class ProcessGroupCoordinator(Coordinator):
 
     def _broken(self, step: str, rank: int, reason: str) -> CoordinationError:
         self._control.is_broken = True
-        return CoordinationError(
+        error = CoordinationError(
             f"rank {rank} was lost during {step}: {reason}. It has ended, or it did not"
             " answer within coordination.timeout_seconds"
         )
+        error.is_shared = True
+        return error
 
     def _lost(self) -> tuple[int, str] | None:
         if not self._is_set(self._lost_key):

@@ -243,7 +243,13 @@ class StorageError(_SystemError):
 
 
 class CoordinationError(CheckpointError, RuntimeError):
-    """The ranks could not come to an agreement."""
+    """The ranks could not come to an agreement.
+
+    Attributes:
+        is_shared: whether the other ranks know already, or cannot be told.
+    """
+
+    is_shared = False
 
 
 class NotDistributedError(CoordinationError):

@@ -13,7 +13,7 @@ from dcp_pipeline.graph.node import Node, Where
 from dcp_pipeline.graph.quiet import without_collections
 from dcp_pipeline.graph.trace import NodeTiming, Trace
 
-__all__ = ["run"]
+__all__ = ["is_shared", "run"]
 
 
 def run(
@@ -60,8 +60,10 @@ def _run(
             result = _call(node, known, failure)
         except BaseException as error:
             _annotate(error, node, trace.rank)
-            if node.coordinates or isinstance(error, (KeyboardInterrupt, SystemExit)):
+            was_told = node.coordinates and failure is not None
+            if was_told or is_shared(error) or isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
+            # What went wrong here alone is told at the next node that coordinates.
             failure = error
             on_failure(error)
             continue
@@ -71,6 +73,11 @@ def _run(
     if failure is not None:
         raise failure
     return known
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether the other ranks know of an error already, so that nobody has to be told."""
+    return bool(getattr(error, "is_shared", False))
 
 
 def _call(node: Node, known: Mapping[str, Any], failure: BaseException | None) -> Any:

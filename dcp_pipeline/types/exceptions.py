@@ -27,6 +27,8 @@ class CheckpointException(CheckpointError, TorchCheckpointException):
     """
 
     _failures: Failures
+    is_shared = True
+    """Every rank raises it."""
 
 
 def joint_error(step: str, failures: Failures, own_rank: int) -> CheckpointException:

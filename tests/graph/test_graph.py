@@ -187,3 +187,39 @@ def test_the_trace_has_time_bytes_and_rate() -> None:
     assert "moves" in str(trace) and "GB/s" in str(trace)
     with pytest.raises(KeyError):
         trace["none"]
+
+
+def test_a_coordinating_node_that_fails_here_alone_is_told_at_the_next_one() -> None:
+    told: list[BaseException | None] = []
+
+    def fails_alone(failure: BaseException | None) -> int:
+        raise ValueError("after its exchange")
+
+    def agree(a: Any, failure: BaseException | None) -> None:
+        told.append(failure)
+        raise RuntimeError("together") from failure
+
+    nodes = [
+        Node("open", fails_alone, (), ("a",), coordinates=True),
+        Node("agree", agree, ("a",), coordinates=True),
+    ]
+    with pytest.raises(RuntimeError, match="together"):
+        traced(Graph("g", nodes), {})
+    assert isinstance(told[0], ValueError)
+
+
+def test_an_error_that_all_ranks_know_ends_the_run_at_once() -> None:
+    class Joint(Exception):
+        is_shared = True
+
+    def fails_together(failure: BaseException | None) -> int:
+        raise Joint
+
+    never: list[int] = []
+    nodes = [
+        Node("open", fails_together, (), ("a",), coordinates=True),
+        Node("agree", lambda a, failure: never.append(1), ("a",), coordinates=True),
+    ]
+    with pytest.raises(Joint):
+        traced(Graph("g", nodes), {})
+    assert never == []

@@ -6,12 +6,15 @@ from dcp_pipeline.core.errors import CheckpointError, RollbackFailedError
 from dcp_pipeline.pipelines.load_job import LoadJob
 from dcp_pipeline.pipelines.steps.load_read import Fetched
 from dcp_pipeline.state.flatten import FlatState, assign
+from dcp_pipeline.types.exceptions import CheckpointException
 
 __all__ = ["Replaced", "apply", "settle", "settle_verify"]
 
 
 class Replaced(Exception):
-    """The checkpoint was replaced while it was read: the load starts again."""
+    """The checkpoint was replaced while it was read: the load starts again, on every rank."""
+
+    is_shared = True
 
 
 def settle_verify(verified: Fetched | None, job: LoadJob, failure: BaseException | None) -> None:
@@ -58,10 +61,14 @@ def _agree_or_undo(
 ) -> None:
     try:
         job.coordinator.exchange(step, failure or b"")
-    except CheckpointError as error:
+    except CheckpointException as error:
         _undo(template, job, error)
         if _was_replaced(job):
             raise Replaced from error
+        raise
+    except BaseException:
+        # The others cannot be asked any more: what can be done here is done.
+        job.rollback.run(template)
         raise
 
 
