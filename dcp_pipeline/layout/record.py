@@ -47,6 +47,8 @@ def is_live_marker(directory: Directory, name: str, stale_after: float) -> bool:
         age = directory.age(name)
     except CheckpointError:
         return False
+    if not content.strip(b"\0"):
+        return False  # it had its bytes when it got its name: the power has been lost since
     owner = ProcessIdentity.parse(content)
     limit = max(stale_after, _own_limit(content))
     return not (owner is not None and owner.is_gone()) and age <= limit

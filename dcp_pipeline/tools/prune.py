@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from dcp_pipeline.core.checksum import digest_of
 from dcp_pipeline.core.errors import CheckpointError, MissingFileError
 from dcp_pipeline.core.liveness import ProcessIdentity
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout import names
-from dcp_pipeline.layout.record import dead_names, is_live_marker, is_overwritten_by_dcp, names_in
+from dcp_pipeline.layout.record import dead_names, is_live_marker, names_in
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.storage.changes import FileChanges
 from dcp_pipeline.storage.filesystem import FileSystemDirectory, FileSystemStorage
@@ -152,11 +153,14 @@ class _Pruner:
                 why = f"it cannot be told what the checkpoint needs: {error}"
                 self.kept.append(Leftover(directory.location, 0, why))
             return
-        old = [name for name in dead if not _is_new_text(directory, name)]
+        is_committed = before.has_manifest or before.has_metadata
+        old = [name for name in dead if is_committed or not _is_new_text(directory, name)]
         gone = {name for name in old if self._remove(directory, name, _DEAD)}
         gone |= self._helpers(directory)
+        if is_committed:
+            self._say_what_is_replaced(directory)
         is_step = _STEP.fullmatch(os.path.basename(directory.location)) is not None
-        if is_step and not (before.has_manifest or before.has_metadata or before.is_being_saved):
+        if is_step and not is_committed and not before.is_being_saved:
             left = set(directory.names()) - (gone if self.is_dry_run else set())
             self._directory(directory, left, has_lost=bool(gone))
 
@@ -171,6 +175,19 @@ class _Pruner:
                 continue
             who = f"process {owner.pid} on {owner.host}" if owner else "nobody knows whom"
             why = f"a save of {who} is under way here; its mark was renewed {age:.0f} s ago"
+            self.kept.append(Leftover(os.path.join(directory.location, name), 0, why))
+
+    def _say_what_is_replaced(self, directory: Directory) -> None:
+        """Files of a checkpoint that ours has replaced, when the save was killed behind that."""
+        if not directory.exists(names.MANIFEST):
+            return
+        if directory.exists(names.METADATA) and not _is_own(directory):
+            why = (
+                "it is of the checkpoint that was replaced, or of plain DCP: what it names is kept"
+            )
+            self.kept.append(Leftover(os.path.join(directory.location, names.METADATA), 0, why))
+        for name in filter(names.is_plain_dcp_data, directory.names()):
+            why = "data of plain DCP, which may be being written"
             self.kept.append(Leftover(os.path.join(directory.location, name), 0, why))
 
     def _remove(self, directory: Directory, name: str, why: str) -> bool:
@@ -267,15 +284,23 @@ def _needed(directory: Directory) -> set[str]:
     records = [names.rank_metadata_name(rank) for rank in names.metadata_ranks(listed)]
     is_dcp = names.METADATA in listed
     if names.MANIFEST in listed:
-        manifest = Manifest.decode(directory.read(names.MANIFEST))
-        needed |= names_in(manifest)
-        is_dcp = is_dcp and is_overwritten_by_dcp(manifest, directory)
+        needed |= names_in(Manifest.decode(directory.read(names.MANIFEST)))
+        is_dcp = is_dcp and not _is_own(directory)
     for record in [*records, *([names.METADATA] if is_dcp else [])]:
         with contextlib.suppress(MissingFileError):
             needed |= _named_by(directory.read(record))
-    # Of a save that is needed at all nothing goes, such as the digests of what .metadata names.
+    # Whoever has lost the manifest may find it again: the digests of what .metadata names stay.
     saves = {save for name in needed if (save := names.save_of(name)) is not None}
-    return needed | {name for name in listed if names.save_of(name) in saves}
+    sums = {name for name in listed if name.endswith(".sums") and names.save_of(name) in saves}
+    return needed | sums
+
+
+def _is_own(directory: Directory) -> bool:
+    """Whether ``.metadata`` is the one that was committed with the manifest."""
+    entry = Manifest.decode(directory.read(names.MANIFEST)).metadata
+    data = directory.read(names.METADATA)
+    found = (len(data), digest_of("xxh3_64", data).hex())
+    return entry is not None and found == (entry.size, entry.digest)
 
 
 def _named_by(metadata: bytes) -> set[str]:

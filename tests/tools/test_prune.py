@@ -103,6 +103,7 @@ def test_leftovers_beside_a_committed_checkpoint(tmp_path: Path, dead: bytes) ->
     save(tmp_path)
     good = tree(tmp_path)
     begin(tmp_path, dead)
+    (tmp_path / f".saving-{'6' * 32}.json").write_bytes(b"")  # the power was lost
     begun = [tmp_path / f".saving-{digit * 32}.json.01234567.tmp" for digit in "345"]
     for path, content in zip(begun, (dead, b"", b""), strict=True):
         path.write_bytes(content)
@@ -115,8 +116,8 @@ def test_leftovers_beside_a_committed_checkpoint(tmp_path: Path, dead: bytes) ->
         (tmp_path / name).write_bytes(b"mine")
     (tmp_path / "folder").mkdir()
     report = prune(tmp_path)
-    assert len(report.removed) == 8
-    assert tree(tmp_path) == good | mine | {begun[2].name}
+    assert len(report.removed) == 10
+    assert tree(tmp_path) == good | mine
     assert verify(tmp_path).is_well
 
 
@@ -343,3 +344,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run("prune", str(tmp_path / "nope")) == 1
     assert run("prune", "s3://bucket/x") == 2
     assert run("prune") == 2
+
+
+def test_what_a_replaced_checkpoint_of_plain_dcp_needs(tmp_path: Path) -> None:
+    """A save that was killed between its two steps: both are there, and both stay."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "plain")
+    old = {name: (tmp_path / "plain" / name).read_bytes() for name in ("__0_0.distcp", ".metadata")}
+    save(tmp_path / "plain")
+    save(tmp_path / "ours")
+    before = {name.name: name.read_bytes() for name in (tmp_path / "ours").iterdir()}
+    save(tmp_path / "ours")
+    for name, data in old.items():
+        (tmp_path / "plain" / name).write_bytes(data)
+    for name in before.keys() - {"manifest.json"}:
+        (tmp_path / "ours" / name).write_bytes(before[name])
+    both = tree(tmp_path)
+    report = prune(tmp_path)
+    assert report.removed == () and tree(tmp_path) == both
+    assert sorted(kept(report)) == ["ours/.metadata", "plain/.metadata", "plain/__0_0.distcp"]
+    assert verify(tmp_path / "ours").is_well
+
+
+@pytest.mark.parametrize("seconds", [0, 100])
+def test_a_marker_that_is_being_written(tmp_path: Path, seconds: int) -> None:
+    """Its directory is empty but for it, and would go with it under the save that begins."""
+    (tmp_path / "step-1").mkdir()
+    begun = tmp_path / "step-1" / f".saving-{'3' * 32}.json.01234567.tmp"
+    begun.write_bytes(b"")
+    age(begun, seconds)
+    assert bool(prune(tmp_path).removed) == bool(seconds)
+    assert (tmp_path / "step-1").exists() == (not seconds)
