@@ -55,11 +55,20 @@ class UnsyncedChanges(FileChanges):
         return None
 
 
-class CountedChanges(UnsyncedChanges):
-    """Notes every change in ``made``, and calls ``end`` at the one that ``stop`` names."""
+class CountedChanges(FileChanges):
+    """Notes every change in ``made``, and calls ``end`` at the one that ``stop`` names.
 
-    def __init__(self, stop: Stop | None = None, end: Callable[[], Any] = kill) -> None:
+    Args:
+        stop: where to end; ``None`` for nowhere.
+        end: how.
+        syncs: whether to make anything durable.
+    """
+
+    def __init__(
+        self, stop: Stop | None = None, end: Callable[[], Any] = kill, syncs: bool = False
+    ) -> None:
         super().__init__()
+        self._syncs = syncs
         self.made: list[Made] = []
         self._stop = stop
         self._end = end
@@ -127,7 +136,7 @@ class CountedChanges(UnsyncedChanges):
         self._change("truncate", self._names[descriptor], lambda: make(descriptor, size))
 
     def sync(self, descriptor: int) -> None:
-        make = super().sync
+        make = super().sync if self._syncs else UnsyncedChanges().sync
         self._change("sync", self._names[descriptor], lambda: make(descriptor))
 
     def close(self, descriptor: int) -> None:
@@ -155,5 +164,5 @@ class CountedChanges(UnsyncedChanges):
         self._change("touch", path, lambda: make(path))
 
     def sync_directory(self, path: str) -> None:
-        make = super().sync_directory
+        make = super().sync_directory if self._syncs else UnsyncedChanges().sync_directory
         self._change("sync_directory", path, lambda: make(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +26,37 @@ NOTHING = 0
 """The generation that a directory without a checkpoint opens as."""
 
 TIMEOUT = 15.0
+ROWS = 100
 
 
-def state_of(generation: int, rank: int | None = None, rows: int = 200) -> dict[str, Any]:
+def state_of(generation: int, rank: int | None = None, rows: int = ROWS) -> dict[str, Any]:
     """What a save of a generation holds: ``None`` for what both ranks hold together."""
-    random = torch.Generator().manual_seed(generation)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random)
-
-    state: dict[str, Any] = {
-        "step": generation,
-        "shared": {"w": noise(50, 7), "b": noise(7).to(torch.bfloat16)},
-        "of0": {"w": noise(rows, 100), "text": f"generation {generation}"},
-        "of1": {"w": noise(rows, 60), "flags": noise(9) > 0},
-    }
+    state = dict(_state(generation, rows))
     if rank is not None:
         del state[f"of{1 - rank}"]
     return state
 
 
-def template(rows: int = 200) -> dict[str, Any]:
+@lru_cache(maxsize=16)
+def _state(generation: int, rows: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(generation)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random)
+
+    return {
+        "step": generation,
+        "shared": {"w": noise(50, 7), "b": noise(7).to(torch.bfloat16)},
+        "of0": {"w": noise(rows, 100), "text": f"generation {generation}"},
+        "of1": {"w": noise(rows, 60), "flags": noise(9) > 0},
+        "layers": {str(number): noise(rows, 25) for number in range(8)},
+    }
+
+
+def template(rows: int = ROWS) -> dict[str, Any]:
     """A state of the same shape in which nothing is of any generation."""
     state = state_of(1, rows=rows)
-    for part in ("shared", "of0", "of1"):
+    for part in ("shared", "of0", "of1", "layers"):
         state[part] = {
             key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else ""
             for key, value in state[part].items()
@@ -80,7 +88,7 @@ def save(
     serialization: str,
     changes: FileChanges | None = None,
     thread_count: int = 1,
-    rows: int = 200,
+    rows: int = ROWS,
 ) -> None:
     """Save a generation in this process alone."""
     with pipeline_of(serialization, changes, thread_count) as pipeline:
@@ -102,7 +110,7 @@ def save_by_dcp(path: Path, generation: int) -> None:
     dcp.save(state_of(generation), checkpoint_id=path, no_dist=True)
 
 
-def opened(path: Path, rows: int = 200) -> int:
+def opened(path: Path, rows: int = ROWS) -> int:
     """The generation that a directory opens as.
 
     Raises:
@@ -118,7 +126,7 @@ def opened(path: Path, rows: int = 200) -> int:
     return _generation(state, rows)
 
 
-def opened_by_dcp(path: Path, rows: int = 200) -> int:
+def opened_by_dcp(path: Path, rows: int = ROWS) -> int:
     """The generation that plain DCP opens; it knows of a checkpoint by its ``.metadata`` alone."""
     if not (path / ".metadata").exists():
         return NOTHING

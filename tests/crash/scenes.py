@@ -10,16 +10,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-try:
-    from dcp_pipeline.tools.prune import prune
-except ImportError:
-    prune = None
+from dcp_pipeline.layout.names import save_of
+from dcp_pipeline.tools.prune import prune
 from tests.crash import saves
 from tests.crash.changes import CountedChanges, Stop
 from tests.crash.forks import fork
 from tests.crash.saves import NOTHING, left_over, opened, opened_by_dcp
 
-__all__ = ["OTHER", "STARTS", "Before", "Scene", "problems_after"]
+__all__ = ["OTHER", "STARTS", "Before", "Scene", "problems_after", "problems_of_prune"]
 
 OTHER = {"torch_save": "safetensors", "safetensors": "torch_save"}
 STARTS = ("nothing", "ours", "other", "plain", "left_over", "half_committed")
@@ -90,50 +88,54 @@ class Before:
         return cls(scene, path, opened(path), opened_by_dcp(path))
 
 
-def problems_after(before: Before, path: Path, is_done: bool = False) -> list[str]:
+def problems_after(
+    before: Before, path: Path, is_done: bool = False, rows: int = saves.ROWS
+) -> list[str]:
     """What is wrong with a directory after a save into it ended anywhere; empty if nothing is.
 
     - It opens as the checkpoint before the save or as the new one, to the last bit; as the new one
       where ``is_done`` says that the save had returned.
     - Plain DCP opens the same, or the one before: ``.metadata`` is replaced right after the
       manifest, and the files of the checkpoint before are deleted only then.
-    - ``prune`` leaves that as it is, and no file that the manifest does not name.
     - The next save works, both open it, and nothing else is left.
     """
     try:
-        found = (opened(path), opened_by_dcp(path))
+        found = (opened(path, rows), opened_by_dcp(path, rows))
     except BaseException as error:
         return [f"does not open: {_line(error)}"]
     new = 2 if before.scene.serialization == "torch_save" else NOTHING
     unfinished = () if is_done else ((before.ours, before.dcp), (2, before.dcp))
     if found not in ((2, new), *unfinished):
         return [f"opens as generation {found[0]}, and under plain DCP as {found[1]}"]
-    return [*_after_prune(path, found), *_after_next_save(before, path)]
+    return _after_next_save(before, path, rows)
 
 
-def _after_prune(path: Path, found: tuple[int, int]) -> list[str]:
-    if prune is None or not path.exists():
+def problems_of_prune(before: Before, path: Path) -> list[str]:
+    """What is wrong with a directory after ``prune`` has tidied what a killed save has left.
+
+    - It opens as before, and so it does under plain DCP.
+    - What is left is named by a commit record or belongs to a marker that may be of a live save.
+    - The next save works and leaves nothing else.
+    """
+    found = (opened(path), opened_by_dcp(path))
+    if not path.exists():
         return []
-    pruned = path.parent / "pruned"
-    saves.copy(path, pruned)
     try:
-        prune(pruned)
-        again = (opened(pruned), opened_by_dcp(pruned))
-        left = left_over(pruned)
+        prune(path)
+        again = (opened(path), opened_by_dcp(path))
     except BaseException as error:
         return [f"prune: {_line(error)}"]
-    finally:
-        shutil.rmtree(pruned, ignore_errors=True)
     problems = [f"prune makes of {found}: {again}"] if again != found else []
-    return problems + (
-        [f"prune leaves {left}"] if left and (path / "manifest.json").exists() else []
-    )
+    kept = [name for name in left_over(path) if save_of(name) is not None]
+    if any(name.endswith((".distcp", ".safetensors", ".sums")) for name in kept):
+        problems.append(f"prune leaves {kept}")
+    return [*problems, *_after_next_save(before, path)]
 
 
-def _after_next_save(before: Before, path: Path) -> list[str]:
+def _after_next_save(before: Before, path: Path, rows: int = saves.ROWS) -> list[str]:
     try:
-        saves.save(path, 3, before.scene.serialization)
-        found = (opened(path), opened_by_dcp(path))
+        saves.save(path, 3, before.scene.serialization, rows=rows)
+        found = (opened(path, rows), opened_by_dcp(path, rows))
     except BaseException as error:
         return [f"the next save: {_line(error)}"]
     wanted = (3, 3 if before.scene.serialization == "torch_save" else NOTHING)

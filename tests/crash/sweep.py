@@ -9,7 +9,7 @@ from typing import Any
 from tests.crash import saves
 from tests.crash.changes import HALVED, CountedChanges, Made, Stop
 from tests.crash.forks import Ended, fork
-from tests.crash.scenes import SECONDS, Before, Scene, problems_after
+from tests.crash.scenes import SECONDS, Before, Scene, problems_after, problems_of_prune
 
 __all__ = ["kill_alone", "kill_ranks"]
 
@@ -31,7 +31,7 @@ def stops(made: list[Made], is_full: bool) -> list[Stop]:
 
 
 def kill_alone(
-    root: str, start: str, serialization: str, step: int, is_full: bool
+    root: str, start: str, serialization: str, step: int, is_full: bool, is_pruned: bool = False
 ) -> dict[str, Any]:
     """Kill a save of one process at every ``step``-th change, and at all that belong to the commit.
 
@@ -60,7 +60,8 @@ def kill_alone(
         points.append(point)
         if ended.how != "killed":
             problems.append(f"{point}: ended by {ended}")
-        problems += [f"{point}: {problem}" for problem in problems_after(before, path)]
+        check = problems_of_prune if is_pruned else problems_after
+        problems += [f"{point}: {problem}" for problem in check(before, path)]
     return {"kinds": sorted({method for method, _ in made}), "points": points, "problems": problems}
 
 
