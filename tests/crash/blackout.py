@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dcp_pipeline.tools.prune import prune
 from tests.crash import recording, saves
 from tests.crash.forks import fork
 from tests.crash.power import Change, Disk, images
@@ -33,6 +34,15 @@ def record(before: Before, root: Path, changes: str, kills: Sequence[int] = (-1,
 
         ended = fork(work).wait(SECONDS)
         assert ended.how == ("ok" if stop_after < 0 else "killed"), ended
+    return read_log(log)
+
+
+def record_prune(before: Before, root: Path, stop_after: int) -> list[Change]:
+    """The log of a save that is killed after some changes, and of ``prune`` after it."""
+    record(before, root, "RecordingChanges", (stop_after,))
+    top, log = root / "recorded", root / "log"
+    ended = fork(lambda: bool(prune(top, changes=RecordingChanges(log, top)))).wait(SECONDS)
+    assert ended.how == "ok", ended
     return read_log(log)
 
 
@@ -96,6 +106,15 @@ def lose_power_after_kills(
         images += count
         problems += [f"killed after {stop_after}, {problem}" for problem in found]
     return {"images": images, "problems": problems}
+
+
+def lose_power_after_prune(root: str, start: str, serialization: str) -> dict[str, Any]:
+    """Of a save that is killed right after the replacement of the record, and of ``prune``."""
+    folder, before = _before(root, start, serialization)
+    whole = record(before, folder, "RecordingChanges")
+    at = [n for n, change in enumerate(whole) if change.path.endswith("/manifest.json")][-1]
+    count, problems = _check(before, record_prune(before, folder, at + 1), folder, may_fail=True)
+    return {"images": count, "problems": problems}
 
 
 def need_of_syncs(root: str, start: str, serialization: str) -> dict[str, list[str]]:
