@@ -6,14 +6,18 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import ClassVar, Literal
 
+import numpy as np
+
 from dcp_pipeline.core.checksum import digest_of
 from dcp_pipeline.core.errors import (
     CheckpointNotFoundError,
     ForeignOverwriteError,
+    FormatError,
     IncompleteCheckpointError,
     MissingFileError,
 )
 from dcp_pipeline.core.manifest import Manifest, MetadataEntry, check_places
+from dcp_pipeline.core.tiling import tiling_problems
 from dcp_pipeline.formats.metadata_pickle import read_metadata, write_metadata
 from dcp_pipeline.layout import names
 from dcp_pipeline.layout.base import Layout
@@ -68,6 +72,7 @@ class DcpLayout(Layout):
             manifest = Manifest.decode(directory.read(names.MANIFEST))
         except MissingFileError:
             return self._open_plain(directory)
+        _check_chunks(manifest, directory)
         if not is_overwritten_by_dcp(manifest, directory):
             return manifest
         if self._on_foreign_overwrite == "manifest":
@@ -125,6 +130,16 @@ class DcpLayout(Layout):
         for record in (names.METADATA, *of_ranks):
             found |= _named_by(directory, record)
         return found
+
+
+def _check_chunks(manifest: Manifest, directory: Directory) -> None:
+    """No save commits chunks that do not tile the state; a load of them would be silently wrong."""
+    is_alias = np.asarray([spec.alias >= 0 for spec in manifest.table.keys], bool)
+    problems = tiling_problems(manifest.table, is_alias)
+    if problems:
+        raise FormatError(
+            f"{names.MANIFEST} in {directory.location} is damaged: {'; '.join(problems)}"
+        )
 
 
 def _named_by(directory: Directory, record: str) -> set[str]:

@@ -65,7 +65,7 @@ def _own_limit(marker: bytes) -> float:
 
 
 def live_saves(directory: Directory, found: Iterable[str], stale_after: float) -> set[str]:
-    """The first eight digits of the ids of saves that are under way, by the markers in ``found``."""
+    """The first eight digits of the ids of saves under way, by the markers in ``found``."""
     return {
         save_id[:8]
         for name in found

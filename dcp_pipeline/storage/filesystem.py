@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from urllib.parse import unquote, urlsplit
@@ -28,6 +29,8 @@ __all__ = ["FileSystemStorage", "local_path"]
 LOCK = ".committing.lock"
 _LOCK_TIMEOUT = 30.0
 _ATTEMPTS = 2
+# Opening a pipe would wait for somebody to write into it.
+_READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -129,14 +132,17 @@ class FileSystemDirectory(Directory):
         path = self._path(name)
         with self._system_errors(path):
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                descriptor = os.open(path, _READ_ONLY)
             except OSError as error:
                 if error.errno == errno.ESTALE:
-                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    descriptor = os.open(path, _READ_ONLY)
                 elif error.errno == errno.ELOOP:
                     descriptor = self._open_link(path)
                 else:
                     raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UnsafeCheckpointError(f"{path} is no file but a directory, a pipe or a device")
         return FileSource(self.location, name, descriptor)
 
     def _open_link(self, path: str) -> int:
@@ -145,7 +151,7 @@ class FileSystemDirectory(Directory):
             raise UnsafeCheckpointError(
                 f"{path} is a link that leads out of the checkpoint: {target}"
             )
-        return os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return os.open(target, _READ_ONLY)
 
     def write(
         self, name: str, size: int, segments: Segments, observe: Observer, block_bytes: int
