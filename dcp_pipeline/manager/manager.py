@@ -10,7 +10,7 @@ from typing import Any
 
 from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import ConfigError
-from dcp_pipeline.layout.names import MANIFEST, METADATA
+from dcp_pipeline.layout.names import MANIFEST, METADATA, rank_metadata_name
 from dcp_pipeline.manager.steps import kept_steps, step_name, step_of
 from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.pipelines.saved import SavedMetadata
@@ -127,10 +127,9 @@ class CheckpointManager:
         return sorted(step for name, step in steps.items() if self._is_committed(name))
 
     def _is_committed(self, name: str) -> bool:
-        directory = os.path.join(self.root, name)
-        return any(
-            os.path.isfile(os.path.join(directory, record)) for record in (MANIFEST, METADATA)
-        )
+        # Ours, plain DCP's, and plain DCP's without collectives.
+        records = (MANIFEST, METADATA, rank_metadata_name(0))
+        return any(os.path.isfile(os.path.join(self.root, name, record)) for record in records)
 
     def _remove_old(self) -> None:
         committed = self._committed()
