@@ -268,8 +268,6 @@ def _decode_keys(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tu
             raise FormatError(f"{row['name']!r} has the unknown dtype {dtype!r}")
         if len(shape) > MAX_DIMENSIONS:
             raise FormatError(f"{row['name']!r} has {len(shape)} dimensions")
-        if math.prod(extent or 1 for extent in shape) * ITEM_SIZES.get(dtype or "", 1) >= 1 << 62:
-            raise FormatError(f"{row['name']!r} has the absurd shape {list(shape)}")
         alias = row.get("alias", -1)
         if type(alias) is not int or not -1 <= alias < len(rows):
             raise FormatError(f"{row['name']!r} shares storage with a key that is not there")
@@ -315,6 +313,9 @@ def check_places(manifest: Manifest) -> None:
     table, files = manifest.table, manifest.files
     if len({entry.name for entry in files}) != len(files):
         raise FormatError("a data file is listed twice")
+    for name, spec in zip(manifest.names, table.keys, strict=True):
+        if math.prod(extent or 1 for extent in spec.shape) * spec.item_size >= 1 << 62:
+            raise FormatError(f"{name!r} has the absurd shape {list(spec.shape)}")
     if not len(table):
         return
     if table.file.min() < 0 or table.file.max() >= len(files):
@@ -339,10 +340,10 @@ def check_places(manifest: Manifest) -> None:
             f"a chunk of {manifest.names[table.key[row]]!r} ends at {ends[row]}, its file"
             f" {files[table.file[row]].name} has {sizes[row]} bytes"
         )
-    known = table.payload >= 0
     volume = table.sizes.prod(axis=1, dtype=float) * table.item_sizes
     is_tensor = np.asarray([spec.dtype is not None for spec in table.keys])[table.key]
-    if (known & is_tensor & (table.payload + volume > table.length)).any():
+    # Where the payload is not known yet, nothing but the elements may be left out of the item.
+    if (is_tensor & (np.maximum(table.payload, 0) + volume > table.length)).any():
         raise FormatError("a chunk's elements do not fit into its item")
     if (table.payload > table.length).any():
         raise FormatError("the elements of a chunk start behind its item")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dcp_pipeline.core.errors import CheckpointError, MissingFileError
-from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.core.manifest import Manifest, check_places
 from dcp_pipeline.core.tiling import tiling_problems
 from dcp_pipeline.layout import names
 from dcp_pipeline.storage.base import Directory
@@ -43,6 +43,11 @@ def verify_plain(directory: Directory, findings: Findings, threads: int) -> Mani
             findings.note(f"{entry.name} has {entry.size - max(ends)} bytes that belong to no item")
     findings.total_bytes = sum(max(entry.size, 0) for entry in manifest.files)
     check_items(directory, manifest, index, findings, threads)
+    if not findings.problems:
+        try:
+            check_places(manifest)  # what a load would refuse
+        except CheckpointError as error:
+            findings.add(names.METADATA, error)
     findings.cannot_verify(
         "what is no content of a zip record (headers, padding), and .metadata: plain DCP keeps no"
         " digest of them"

@@ -66,8 +66,10 @@ class DataFiles:
             self.is_verified = False
             return None
         entry = self._manifest.files[file]
-        rank = int(entry.name[2:].split("_")[0])
-        name = sums_name(rank, self._manifest.save_id)
+        rank = entry.name[2:].split("_")[0]
+        if not rank.isdecimal():
+            raise CorruptCheckpointError(f"{entry.name} is not what a data file is called")
+        name = sums_name(int(rank), self._manifest.save_id)
         with self._lock:
             if name not in self._sums:
                 self._sums[name] = self._read_sums(name)
