@@ -476,9 +476,24 @@ PLAIN["chunk_huge"] = _chunk((0, 0), (1 << 40, 1 << 40))
 
 @plain
 def tensor_is_huge(path: Path) -> None:
+    _resize(path, 1 << 32, 1 << 31)
+
+
+@plain
+def tensor_is_greater_than_its_item(path: Path) -> None:
+    _resize(path, 1 << 20, 1 << 20)
+
+
+@plain
+def tensor_of_nothing_is_huge(path: Path) -> None:
+    _resize(path, 1 << 61, 1 << 61, 0)
+
+
+def _resize(path: Path, *shape: int) -> None:
     def change(metadata: Any) -> None:
         tensor = metadata.state_dict_metadata["v"]
-        tensor.size = tensor.chunks[0].sizes = torch.Size((1 << 32, 1 << 31))
+        tensor.size = tensor.chunks[0].sizes = torch.Size(shape)
+        tensor.chunks[0].offsets = torch.Size([0] * len(shape))
 
     _edit_blindly(path, change)
 
@@ -508,6 +523,9 @@ def _said(action: Callable[[], Any]) -> str:
     try:
         result = action()
     except CheckpointError as error:
+        for cause, _ in getattr(error, "failures", {}).values():
+            if not isinstance(cause, CheckpointError):
+                return f"UNNAMED {type(cause).__name__}: {cause}"
         return type(error).__name__
     except BaseException as error:
         return f"UNNAMED {type(error).__module__}.{type(error).__name__}: {error}"
