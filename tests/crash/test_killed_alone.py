@@ -14,8 +14,13 @@ NOT_MADE |= {"make_directories", "remove_tree"}  # made of others
 NOT_MADE |= {"touch", "remove_directory"}  # no short save renews its marker, or removes a directory
 WHEN = ("before", "halfway", "after")
 
-MAIN = [(start, kind) for start in ("nothing", "ours") for kind in ("torch_save", "safetensors")]
-OTHERS = [("other", "torch_save"), ("other", "safetensors"), ("plain", "torch_save")]
+MAIN = [("nothing", "torch_save"), ("ours", "torch_save"), ("ours", "safetensors")]
+OTHERS = [
+    ("nothing", "safetensors"),
+    ("other", "torch_save"),
+    ("other", "safetensors"),
+    ("plain", "torch_save"),
+]
 OTHERS += [("plain", "safetensors"), ("left_over", "torch_save"), ("half_committed", "torch_save")]
 
 
@@ -36,7 +41,7 @@ def test_a_save_killed_at_every_change(
 def test_a_save_killed_at_some_changes(
     crash: Callable[..., Any], tmp_path: Path, start: str, serialization: str
 ) -> None:
-    found = crash("sweep:kill_alone", str(tmp_path), start, serialization, 6, False)
+    found = crash("sweep:kill_alone", str(tmp_path), start, serialization, 8, False)
     assert found["problems"] == []
     assert len(found["points"]) > 10
 

@@ -13,7 +13,7 @@ SCENES = [("ours", "torch_save"), ("nothing", "safetensors")]
 def test_the_coordinator_is_killed(
     crash: Callable[..., Any], tmp_path: Path, start: str, serialization: str
 ) -> None:
-    found = crash("sweep:kill_ranks", str(tmp_path), start, serialization, 0, 5, False)
+    found = crash("sweep:kill_ranks", str(tmp_path), start, serialization, 0, 7, False)
     assert found["problems"] == []
     # Between the replacement of the record and the coordinator's reply.
     assert found["in_doubt"] >= 3
