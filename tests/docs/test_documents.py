@@ -17,12 +17,13 @@ import pytest
 
 from dcp_pipeline.cli.main import main
 from dcp_pipeline.config.model import PipelineConfig
-from dcp_pipeline.core import registry
+from dcp_pipeline.core import errors, registry
 from dcp_pipeline.graph.drawing import draw
 from dcp_pipeline.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "docs/guide.md", "docs/format.md", "docs/design.md", "CONTRIBUTING.md"]
+DOCUMENTS = ["README.md", "docs/guide.md", "docs/format.md", "docs/operations.md", "docs/design.md"]
+DOCUMENTS += ["CONTRIBUTING.md"]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# ([\w./-]+\.(?:yaml|py))\n")
 
@@ -88,6 +89,16 @@ def _run_line(words: list[str]) -> None:
         assert any((ROOT / word).is_file() for word in arguments), words
     else:
         assert program in ("git", "pip"), words
+
+
+def test_every_error_is_explained() -> None:
+    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^\| `(\w+)` \|.+\|.*\|$", text, re.MULTILINE)
+    tree = [errors.CheckpointError]
+    for kind in tree:
+        public = (k for k in kind.__subclasses__() if k.__module__ == errors.__name__)
+        tree += [k for k in public if k not in tree]
+    assert sorted(explained) == sorted(k.__name__ for k in tree if not k.__name__.startswith("_"))
 
 
 def test_the_pictures_are_what_is_built() -> None:
