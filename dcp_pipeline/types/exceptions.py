@@ -46,6 +46,8 @@ def joint_error(step: str, failures: Failures, own_rank: int) -> CheckpointExcep
             setattr(error, name, getattr(cause, name))
     error.args = (_message(step, failures), failures)
     error._failures = failures
+    # A class attribute of the cause would come first.
+    error.is_shared = True
     error.__cause__ = failures[own_rank][0] if own_rank in failures else cause
     return error
 
