@@ -9,7 +9,25 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
-__all__ = ["ProcessIdentity"]
+__all__ = ["ProcessIdentity", "give_up", "is_given_up"]
+
+_GIVEN_UP: set[str] = set()
+
+
+def give_up(mark: str) -> None:
+    """Note that this process does not stand behind a mark of its own any more.
+
+    Such a mark names a process that is alive, so it would keep others out for as long.
+
+    Args:
+        mark: what tells it from all others: a marker's name, a lock's text.
+    """
+    _GIVEN_UP.add(mark)
+
+
+def is_given_up(mark: str) -> bool:
+    """Whether this process has left a mark behind that it could not remove."""
+    return mark in _GIVEN_UP
 
 
 def _read(path: str) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 
 from dcp_pipeline.core.checksum import digest_of
 from dcp_pipeline.core.errors import CheckpointError
-from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.core.liveness import ProcessIdentity, is_given_up
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout.names import METADATA, marker_save_id, save_of
 from dcp_pipeline.storage.base import Directory
@@ -40,7 +40,7 @@ def is_live_marker(directory: Directory, name: str, stale_after: float) -> bool:
         stale_after: seconds after which a marker that was not renewed is of a dead save, unless
             it asks for more itself.
     """
-    if marker_save_id(name) is None:
+    if marker_save_id(name) is None or is_given_up(name):
         return False
     try:
         content = directory.read(name)

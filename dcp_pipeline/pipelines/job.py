@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import CheckpointError, PeerFailedError
-from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.core.liveness import ProcessIdentity, give_up
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path
 from dcp_pipeline.pipelines.parts import Parts
@@ -21,6 +21,8 @@ from dcp_pipeline.storage.base import Directory
 __all__ = ["Heartbeat", "SaveJob"]
 
 logger = logging.getLogger("dcp_pipeline")
+
+_ATTEMPTS = 2
 
 
 @dataclass
@@ -59,9 +61,9 @@ class SaveJob:
 
     def abandon(self) -> None:
         """Remove what this rank has written for a save that failed; in doubt leave it."""
-        if self.may_delete and self.written:
-            with contextlib.suppress(CheckpointError):
-                self.directory.delete(self.written)
+        for name in self.written if self.may_delete else ():
+            # One that cannot be removed is no reason to leave the others.
+            _remove(self.directory, name)
         if self.heartbeat is not None:
             self.heartbeat.stop(remove=self.may_delete or self.committed is not None)
 
@@ -92,8 +94,13 @@ class Heartbeat:
         content = owner.encode(
             started_at=time.time(), stale_after=stale_after, replaces=sorted(replaces)
         )
-        directory.put_whole(name, content)
-        directory.sync()
+        try:
+            directory.put_whole(name, content)
+            directory.sync()
+        except BaseException:
+            # It may be there all the same.
+            _remove_marker(directory, name)
+            raise
         self._thread = threading.Thread(
             target=self._renew, args=(stale_after / 4,), name="dcp_pipeline heartbeat", daemon=True
         )
@@ -111,5 +118,20 @@ class Heartbeat:
         self._stopped.set()
         self._thread.join()
         if remove:
-            with contextlib.suppress(CheckpointError, OSError):
-                self._directory.delete([self._name])
+            _remove_marker(self._directory, self._name)
+        else:
+            give_up(self._name)
+
+
+def _remove_marker(directory: Directory, name: str) -> None:
+    if not _remove(directory, name):
+        give_up(name)
+
+
+def _remove(directory: Directory, name: str) -> bool:
+    """Remove a file if that is possible, also where it fails at first."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(CheckpointError, OSError):
+            directory.delete([name])
+            return True
+    return False

@@ -17,7 +17,7 @@ from dcp_pipeline.core.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.core.liveness import ProcessIdentity, give_up, is_given_up
 from dcp_pipeline.core.manifest import safe_name
 from dcp_pipeline.storage.base import Directory, Observer, Segments, Source, Storage
 from dcp_pipeline.storage.changes import FileChanges
@@ -223,8 +223,8 @@ class FileSystemDirectory(Directory):
             found = self.read(name) if self.exists(name) else None
             if found != expected:
                 raise ConcurrentSaveError(
-                    f"{self._path(name)} was changed while this save was under way: another job saves"
-                    " into the same checkpoint. What this save wrote is not part of it"
+                    f"{self._path(name)} was changed while this save was under way: another job"
+                    " saves into the same checkpoint. What this save wrote is not part of it"
                 )
             self._remove_temporaries([LOCK, name, *(other for other, _ in also)])
             self._replace(name, data)
@@ -278,11 +278,21 @@ class FileSystemDirectory(Directory):
     def _locked(self) -> Iterator[None]:
         path = self._path(LOCK)
         owner = ProcessIdentity.current().encode(nonce=os.urandom(8).hex())
+        self._wait_for_lock(path, owner)
+        try:
+            yield
+        finally:
+            try:
+                self.delete([LOCK])
+            except BaseException:
+                give_up(owner.decode())
+                raise
+
+    def _wait_for_lock(self, path: str, owner: bytes) -> None:
         deadline = time.monotonic() + _LOCK_TIMEOUT
         while True:
             try:
-                self._take_lock(path, owner)
-                break
+                return self._take_lock(path, owner)
             except FileExistsError:
                 if self._break_lock(path):
                     continue
@@ -292,11 +302,8 @@ class FileSystemDirectory(Directory):
                     ) from None
                 time.sleep(0.05)
             except OSError as error:
+                self._give_back(path, owner)
                 raise self._storage_error(error, path, len(owner)) from error
-        try:
-            yield
-        finally:
-            self.delete([LOCK])
 
     def _take_lock(self, path: str, owner: bytes) -> None:
         # A link appears together with its text: a process that is killed here never leaves a lock
@@ -307,6 +314,13 @@ class FileSystemDirectory(Directory):
             if error.errno not in _NO_LINKS:
                 raise
             self._write_small(path, owner)
+
+    def _give_back(self, path: str, owner: bytes) -> None:
+        """Remove a lock that was taken although the file system reported an error."""
+        give_up(owner.decode())
+        with contextlib.suppress(OSError):
+            if _text_of(path) == owner:
+                self._changes.remove(path)
 
     def _break_lock(self, path: str) -> bool:
         """Remove the lock of a process that is gone; whether it is worth trying again at once."""
@@ -328,8 +342,10 @@ class FileSystemDirectory(Directory):
     def _holds(self, path: str) -> bool:
         """Whether the owner of a lock may still be there."""
         age = time.time() - os.lstat(path).st_mtime
-        holder = ProcessIdentity.parse(_text_of(path))
-        return not (holder is not None and holder.is_gone()) and age < self._storage.stale_after
+        text = _text_of(path)
+        holder = ProcessIdentity.parse(text)
+        is_gone = is_given_up(os.fsdecode(text)) or (holder is not None and holder.is_gone())
+        return not is_gone and age < self._storage.stale_after
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:

@@ -26,6 +26,7 @@ from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Receipt, Share
 from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
+from dcp_pipeline.types.exceptions import CheckpointException
 
 __all__ = ["commit", "publish", "versions"]
 
@@ -43,20 +44,26 @@ def commit(
         message = failure or RuntimeError("there is no receipt")
     else:
         message = _encode(receipt)
+    is_coordinator = job.coordinator.is_coordinator
+    # Once the receipt is on its way the files may be those of a committed checkpoint.
+    job.may_delete = isinstance(message, BaseException)
     try:
         answer = job.coordinator.exchange(
             "commit", message, lambda messages: _publish(messages, job)
         )
-    except CoordinationError as error:
-        # Contact was lost or the outcome is open: the files may belong to a committed checkpoint,
-        # unless this is the coordinator and it never tried.
-        is_settled = job.coordinator.is_coordinator and not job.has_tried_to_commit
-        job.may_delete = is_settled or isinstance(error, PeerFailedError)
+    except BaseException as error:
+        # Contact may be lost or the outcome be open, but not where the coordinator never tried.
+        has_never_tried = is_coordinator and not job.has_tried_to_commit
+        job.may_delete = job.may_delete or has_never_tried or _is_abort(error)
         raise
-    job.may_delete = False
-    is_coordinator = job.coordinator.is_coordinator
     record = job.coordinator.broadcast("commit", answer if is_coordinator else None)
     return Manifest.decode(record) if job.committed is None else job.committed
+
+
+def _is_abort(error: BaseException) -> bool:
+    """Whether the coordinator has said that nothing was committed."""
+    is_open = isinstance(error, CoordinationError) and not isinstance(error, PeerFailedError)
+    return isinstance(error, CheckpointException) and not is_open
 
 
 def _encode(receipt: Receipt) -> bytes:
@@ -111,23 +118,26 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
     except ConcurrentSaveError:
         raise
     except BaseException as error:
-        _settle_doubt(directory, name, record, plan.record, error)
+        if not _is_committed(directory, name, record, plan.record, error):
+            job.has_tried_to_commit = False
+            raise
         # It may not be durable, and a loss of power bring the old one back, so its files stay.
         job.committed = manifest
+        if not isinstance(error, Exception):
+            raise
         return record
     job.committed = manifest
     _tidy(job, plan, record)
     return record
 
 
-def _settle_doubt(
+def _is_committed(
     directory: Directory, name: str, record: bytes, before: bytes | None, error: BaseException
-) -> None:
-    """Find out what a commit that raised has done; return only if it was made.
+) -> bool:
+    """Whether a commit that raised was made; if not, the record is what it was before.
 
     Raises:
         CoordinationError: that cannot be told, so nothing may be deleted.
-        the error itself: the record is what it was before.
     """
     try:
         found = directory.read(name) if directory.exists(name) else None
@@ -137,9 +147,9 @@ def _settle_doubt(
         logger.warning(
             "the save into %s is committed, but finishing it failed: %s", directory.location, error
         )
-        return
+        return True
     if found == before:
-        raise error
+        return False
     raise CoordinationError(f"{_UNCERTAIN}: {error}; {name} holds yet another save") from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -116,7 +116,13 @@ def _write_files(job: SaveJob, parts: list[list[Item]]) -> list[_Written]:
     if len(parts) == 1:
         return [write_one(0)]
     with ThreadPoolExecutor(len(parts), "dcp_pipeline write") as pool:
-        futures = [pool.submit(write_one, number) for number in range(len(parts))]
+        try:
+            futures = [pool.submit(write_one, number) for number in range(len(parts))]
+            wait(futures)
+        except BaseException:
+            # Nothing may be written any more once this rank begins to remove what it wrote.
+            stop.set()
+            raise
     errors = [error for future in futures if (error := future.exception()) is not None]
     # A thread that only stopped because another had failed knows nothing of the cause.
     causes = [error for error in errors if not isinstance(error, PeerFailedError)]
