@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import PurePath
 from typing import Any
 
@@ -42,6 +43,9 @@ def metadata_of(manifest: Manifest, location: str) -> Metadata:
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     planner_data = {}
+    # Equal sizes and properties are one object, which a pickle holds once.
+    size_of = cache(torch.Size)
+    properties_of = cache(lambda dtype: TensorProperties(dtype=DTYPES[dtype]))
     for key, (name, spec) in enumerate(zip(manifest.names, table.keys, strict=True)):
         source = spec.alias if spec.alias >= 0 else key
         planner_data[name] = _dcp_path(spec.path)
@@ -49,18 +53,16 @@ def metadata_of(manifest: Manifest, location: str) -> Metadata:
         width = len(spec.shape)
         chunks = []
         for position, row in enumerate(rows):
-            offset = None if spec.dtype is None else torch.Size(offsets[row][:width])
+            offset = None if spec.dtype is None else size_of(tuple(offsets[row][:width]))
             file, begin, length = places[row]
             index = MetadataIndex(name, offset, position)
             storage[index] = _StorageInfo(manifest.files[file].name, begin, length)
             if offset is not None:
-                chunks.append(ChunkStorageMetadata(offset, torch.Size(sizes[row][:width])))
+                chunks.append(ChunkStorageMetadata(offset, size_of(tuple(sizes[row][:width]))))
         state[name] = (
             BytesStorageMetadata()
             if spec.dtype is None
-            else TensorStorageMetadata(
-                TensorProperties(dtype=DTYPES[spec.dtype]), torch.Size(spec.shape), chunks
-            )
+            else TensorStorageMetadata(properties_of(spec.dtype), size_of(spec.shape), chunks)
         )
     return Metadata(
         state_dict_metadata=state,
