@@ -154,7 +154,7 @@ class _Pruner:
                 self.kept.append(Leftover(directory.location, 0, why))
             return
         is_committed = before.has_manifest or before.has_metadata
-        old = [name for name in dead if is_committed or not _is_new_text(directory, name)]
+        old = [name for name in dead if not _is_new_text(directory, name)]
         gone = {name for name in old if self._remove(directory, name, _DEAD)}
         gone |= self._helpers(directory)
         if is_committed:

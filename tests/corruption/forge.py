@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,24 @@ from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.sums import encode_sums, parse_sums, sums_digest
 from dcp_pipeline.formats.metadata_pickle import read_metadata, write_metadata
 
-__all__ = ["columns", "data_file", "edit", "edit_columns", "edit_metadata", "encode", "resum"]
+__all__ = [
+    "Attack",
+    "RunsCode",
+    "columns",
+    "data_file",
+    "edit",
+    "edit_columns",
+    "edit_metadata",
+    "encode",
+    "hostile",
+    "instead",
+    "linked",
+    "resum",
+    "runs_code",
+]
+
+Attack = Callable[[Path], None]
+"""Changes a good checkpoint in a directory."""
 
 
 def encode(members: dict[str, Any]) -> bytes:
@@ -87,3 +107,53 @@ def edit_metadata(path: Path, change: Callable[[Any], object]) -> None:
     metadata = read_metadata((path / ".metadata").read_bytes())
     change(metadata)
     (path / ".metadata").write_bytes(write_metadata(metadata))
+
+
+def linked(pattern: str, target: str = "secret") -> Attack:
+    """A link that leads out of the directory, in place of a file."""
+
+    def attack(path: Path) -> None:
+        (file,) = path.glob(pattern)
+        outside = path.parent / "outside"
+        outside.mkdir(exist_ok=True)
+        shutil.copy(file, outside / target)
+        file.unlink()
+        file.symlink_to(outside / target)
+
+    return attack
+
+
+def instead(pattern: str, make: Callable[[Path], object]) -> Attack:
+    """Something else in place of a file."""
+
+    def attack(path: Path) -> None:
+        (file,) = path.glob(pattern)
+        file.unlink()
+        make(file)
+
+    return attack
+
+
+class RunsCode:
+    """What its pickle does when it is loaded."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def hostile(path: Path, how: str) -> RunsCode:
+    """What makes a folder beside the checkpoint when it is loaded."""
+    target = str(path.parent / "made-by-a-pickle")
+    return RunsCode(os.mkdir, target) if how == "mkdir" else RunsCode(os.system, f"mkdir {target}")
+
+
+def runs_code(how: str) -> Attack:
+    """``.metadata`` whose pickle makes a folder when it is loaded."""
+
+    def attack(path: Path) -> None:
+        (path / ".metadata").write_bytes(pickle.dumps(hostile(path, how)))
+
+    return attack
