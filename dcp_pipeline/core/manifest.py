@@ -274,8 +274,11 @@ def _decode_keys(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tu
         kind = Kind(row.get("kind", Kind.TENSOR))
         if (kind in (Kind.VALUE, Kind.STREAM)) != (dtype is None):
             raise FormatError(f"{row['name']!r} is a {kind} of dtype {dtype!r}")
+        path = decode_path(row["path"])
+        if not path:
+            raise FormatError(f"{row['name']!r} lies nowhere in the state")
         names.append(str(row["name"]))
-        specs.append(KeySpec(decode_path(row["path"]), kind, dtype, shape, alias))
+        specs.append(KeySpec(path, kind, dtype, shape, alias))
     if len(set(names)) != len(names):
         raise FormatError("two keys have the same name")
     for name, spec in zip(names, specs, strict=True):

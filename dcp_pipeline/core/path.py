@@ -11,7 +11,16 @@ from typing import NamedTuple
 
 from dcp_pipeline.core.errors import FormatError
 
-__all__ = ["Component", "Index", "Path", "assign_names", "decode_path", "dotted", "encode_path"]
+__all__ = [
+    "Component",
+    "Index",
+    "Path",
+    "assign_names",
+    "contradictions",
+    "decode_path",
+    "dotted",
+    "encode_path",
+]
 
 
 class Index(NamedTuple):
@@ -96,6 +105,26 @@ def assign_names(paths: Iterable[Path]) -> list[str]:
             names[position] = f"{name}#{number}"
             taken.add(names[position])
     return names
+
+
+def contradictions(paths: Iterable[Path]) -> list[str]:
+    """What keeps ``paths`` from lying in one nested state, in words.
+
+    >>> contradictions([("a",), ("a", "b"), ("c", Index(0)), ("c", "d")])
+    ["'a.b' lies inside another value", "'c' has positions and names"]
+    """
+    listed = list(paths)
+    leaves, inner, found = set(listed), dict[Path, bool](), list[str]()
+    if len(leaves) < len(listed):
+        found.append("two keys lie at one place")
+    for path in listed:
+        for depth, part in enumerate(path):
+            above = path[:depth]
+            if above in leaves:
+                found.append(f"{dotted(path)!r} lies inside another value")
+            elif inner.setdefault(above, isinstance(part, Index)) != isinstance(part, Index):
+                found.append(f"{dotted(above)!r} has positions and names")
+    return list(dict.fromkeys(found))
 
 
 def is_prefix(prefix: Sequence[Component], path: Path) -> bool:

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_pipeline.core.errors import RollbackFailedError, UnsupportedLeafError, list_some
+from dcp_pipeline.core.errors import (
+    CorruptCheckpointError,
+    RollbackFailedError,
+    UnsupportedLeafError,
+    list_some,
+)
 from dcp_pipeline.core.path import Component, Index, Path, dotted
 from dcp_pipeline.core.table import Kind
 from dcp_pipeline.types.dcp import Stateful
@@ -193,12 +198,21 @@ def assign(flat: FlatState, values: Mapping[Path, Any], undo: Undo) -> None:
     """Put ``values`` at their paths, in place; tuples on the way are made anew.
 
     Paths that the state does not have yet are created below containers that it has.
+
+    Raises:
+        CorruptCheckpointError: the paths contradict one another, or the containers.
     """
     tree: dict[Component, Any] = {}
     for path, value in values.items():
+        if not path:
+            continue  # the whole state is empty, and there is nothing to put into it
         node = tree
         for component in path[:-1]:
             node = node.setdefault(component, {})
+            if isinstance(node, _Value):
+                raise CorruptCheckpointError(f"{dotted(path)} lies inside another value")
+        if isinstance(node.get(path[-1]), dict):
+            raise CorruptCheckpointError(f"other values lie inside {dotted(path)}")
         node[path[-1]] = _Value(value)
     states = flat.states()
     _assign_below(states.get((), flat.root), (), tree, states, undo)
@@ -214,6 +228,12 @@ def _assign_below(
 ) -> Any:
     """Put the values of ``tree`` into ``container``; what stands in its place afterwards."""
     changed: dict[Component, Any] = {}
+    is_list = isinstance(container, MutableSequence | tuple)
+    if any(isinstance(component, Index) != is_list for component in tree):
+        raise CorruptCheckpointError(
+            f"the checkpoint has positions and names at {dotted(path)!r}, where there is a"
+            f" {type(container).__name__}"
+        )
     for component, node in tree.items():
         below = (*path, component)
         if isinstance(node, _Value):

@@ -13,6 +13,7 @@ import numpy as np
 from dcp_pipeline.core.checksum import digest_of
 from dcp_pipeline.core.errors import CheckpointError, CheckpointNotFoundError, MissingFileError
 from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.core.path import contradictions
 from dcp_pipeline.core.tiling import tiling_problems
 from dcp_pipeline.layout import names
 from dcp_pipeline.layout.record import live_saves
@@ -27,6 +28,7 @@ from dcp_pipeline.tools.verify_report import Findings, KeyIndex, Problem, Progre
 __all__ = ["Problem", "VerifyReport", "verify", "verify_all"]
 
 _ATTEMPTS = 3
+_MAX_PATHS = 20
 _STALE_AFTER = 600.0
 
 
@@ -151,6 +153,8 @@ def _verify_ours(
     is_alias = np.asarray([spec.alias >= 0 for spec in manifest.table.keys], bool)
     for text in tiling_problems(manifest.table, is_alias):
         findings.add(names.MANIFEST, text, "chunks that cover every tensor once")
+    for text in contradictions(spec.path for spec in manifest.table.keys)[:_MAX_PATHS]:
+        findings.add(names.MANIFEST, text, "keys of one nested state")
     index = KeyIndex(manifest)
     if manifest.checksum is None:
         findings.cannot_verify("the bytes of the data files: they were saved without digests")

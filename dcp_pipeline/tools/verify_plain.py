@@ -96,10 +96,13 @@ def check_metadata(data: bytes, manifest: Manifest, findings: Findings) -> None:
     wanted = metadata_of(manifest, "")
     tensors, places = wanted.state_dict_metadata, wanted.storage_data or {}
     stored = found.storage_data if isinstance(found.storage_data, dict) else {}
+    paths, kept = wanted.planner_data, found.planner_data
     different = {
         key
         for key in tensors.keys() | found.state_dict_metadata.keys()
         if tensors.get(key) != found.state_dict_metadata.get(key)
+        or not isinstance(kept, dict)
+        or paths.get(key) != kept.get(key)
     }
     different |= {
         index.fqn

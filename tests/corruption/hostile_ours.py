@@ -207,6 +207,25 @@ def json_has_a_member_twice(path: Path) -> None:
     (path / "manifest.json").write_bytes(text)
 
 
+def _path(name: str, path: list[Any]) -> Attack:
+    def attack(path_of: Path) -> None:
+        def change(members: dict[str, Any]) -> None:
+            next(key for key in members["keys"] if key["name"] == name)["path"] = path
+
+        edit(path_of, change)
+
+    return attack
+
+
+OURS["path_leads_nowhere"] = _path("v", [])
+OURS["path_inside_another_value"] = _path("v", ["w", "x"])
+OURS["path_around_another_value"] = _path("v", ["settings"])
+OURS["path_of_a_place_in_a_mapping"] = _path("v", ["settings", [0]])
+OURS["path_of_a_name_in_a_list"] = _path("v", ["list", "x"])
+OURS["list_of_billions"] = _path("list.1", ["list", [10**9]])
+OURS["list_with_a_negative_place"] = _path("list.1", ["list", [-1]])
+
+
 def _member(name: str, value: Any) -> Attack:
     return lambda path: edit(path, lambda members: members.update({name: value}))
 
@@ -221,24 +240,6 @@ OURS["blocks_are_nothing"] = _member("checksum", {"algorithm": "xxh3_64", "block
 OURS["checksum_is_unknown"] = _member("checksum", {"algorithm": "md5", "block_bytes": 65536})
 OURS["checksum_is_a_list"] = _member("checksum", {"algorithm": [], "block_bytes": 65536})
 OURS["serialization_is_unknown"] = _member("serialization", "tape")
-
-
-@ours
-def a_list_of_billions(path: Path) -> None:
-    def change(members: dict[str, Any]) -> None:
-        key = next(key for key in members["keys"] if key["name"] == "list.1")
-        key["path"] = ["list", [10**9]]
-
-    edit(path, change)
-
-
-@ours
-def a_list_with_a_negative_place(path: Path) -> None:
-    def change(members: dict[str, Any]) -> None:
-        key = next(key for key in members["keys"] if key["name"] == "list.1")
-        key["path"] = ["list", [-1]]
-
-    edit(path, change)
 
 
 @ours
