@@ -91,10 +91,11 @@ class CountedChanges(FileChanges):
         if when == "halfway" and half is not None:
             half()
             self._end()
-        result = action()
-        if when == "after":
-            self._end()
-        return result
+        try:
+            return action()
+        finally:
+            if when == "after":
+                self._end()
 
     def make_directory(self, path: str) -> None:
         make = super().make_directory

@@ -57,15 +57,15 @@ def test_a_save_that_does_not_sync_is_found_out(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "serialization"), ALL)
-def test_every_sync_is_needed(
+def test_every_sync_of_a_file_is_needed(
     crash: Callable[..., Any], tmp_path: Path, start: str, serialization: str
 ) -> None:
     found = crash("blackout:need_of_syncs", str(tmp_path), start, serialization)
-    idle = [name for name, problems in found.items() if not problems]
-    # A marker that is lost with the power owns nothing. Behind a first commit there is no
-    # `.metadata` that could get to the disk before the record does.
-    assert all(name.split()[1] == "sync_directory" for name in idle)
-    assert len(idle) <= (2 if start in ("nothing", "plain", "other") else 1), idle
+    # A marker that is lost with the power owns nothing, and one that is empty belongs to nobody.
+    idle = {name for name, problems in found.items() if not problems and ".saving" not in name}
+    names = {name for name in found if name.split()[1] == "sync_directory"}
+    # Some of a directory are for other cases: it was there already, or has no `.metadata` to order.
+    assert idle < names
 
 
 @pytest.mark.slow
