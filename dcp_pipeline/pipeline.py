@@ -128,7 +128,9 @@ class Pipeline:
                 coordinator.is_coordinator,
                 coordinator.report_failure,
             )
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                coordinator.report_failure(error)
             job.abandon()
             raise
         job.finish()
@@ -160,9 +162,7 @@ class Pipeline:
         coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
         directory = self._parts.storage.open(_as_text(checkpoint_id))
         for attempt in range(_ATTEMPTS):
-            job = LoadJob(
-                self._parts, coordinator, directory, Rollback(self.config.rollback == "copy")
-            )
+            job = LoadJob(self._parts, coordinator, directory, Rollback(self.config.rollback))
             trace = Trace("load", coordinator.rank)
             try:
                 values = run(
@@ -179,6 +179,11 @@ class Pipeline:
                     raise replaced.__cause__ from None
                 logger.info("%s was replaced while it was read: again", directory.location)
                 coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    coordinator.report_failure(error)
+                    job.rollback.run(job.template)
+                raise
         if coordinator.is_coordinator:
             logger.info("loaded %s in %.3f s: %s", directory.location, trace.seconds, trace)
         found, manifest = values["differences"], values["manifest"]
@@ -221,6 +226,6 @@ class Pipeline:
 
 def _as_text(checkpoint_id: str | os.PathLike[str]) -> str:
     text = os.fspath(checkpoint_id)
-    if not isinstance(text, str) or not text:
+    if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"checkpoint_id has to be a path or a URI, found {checkpoint_id!r}")
     return text

@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import json
+import threading
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from dcp_pipeline.coordination.errors import error_from_record, error_to_record
 from dcp_pipeline.core.coordinator import Reduce
 from dcp_pipeline.core.errors import CheckpointError, CoordinationError, PeerFailedError
 from dcp_pipeline.types.exceptions import CheckpointException, Failures, joint_error
 
-__all__ = ["decide", "open_answer", "wrap_message"]
+__all__ = ["Decision", "decide", "open_answer", "wrap_message"]
+
+T = TypeVar("T")
 
 _FINE = b"\0"
 _FAILED = b"\1"
+
+
+class Decision:
+    """What the coordinator does for all ranks in a round: made whole, or not begun at all.
+
+    It is made in a thread that nobody waits for once contact is lost.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_given_up = False
+
+    def make(self, action: Callable[[], T]) -> T:
+        """Do ``action``, unless the round was given up before.
+
+        Raises:
+            CoordinationError: it was.
+        """
+        with self._lock:
+            if self._is_given_up:
+                raise CoordinationError("the round was given up")
+            return action()
+
+    def give_up(self) -> None:
+        """Make sure that nothing begins any more, and wait for what has begun."""
+        with self._lock:
+            self._is_given_up = True
 
 
 def wrap_message(message: bytes | BaseException) -> bytes:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_pipeline.coordination.base import Coordination
-from dcp_pipeline.coordination.exchange import decide, open_answer, wrap_message
+from dcp_pipeline.coordination.exchange import Decision, decide, open_answer, wrap_message
 from dcp_pipeline.coordination.single_process import SingleProcessCoordinator
 from dcp_pipeline.core.coordinator import Coordinator, Reduce
 from dcp_pipeline.core.errors import CoordinationError, NotDistributedError
@@ -33,6 +33,7 @@ __all__ = ["ProcessGroupCoordination", "ProcessGroupCoordinator"]
 T = TypeVar("T")
 
 _GRACE_POLLS = 6
+_INTERRUPTED = "it was interrupted"
 _LENGTH = struct.Struct("<q")
 
 
@@ -71,6 +72,7 @@ class _ControlGroup:
     """A gloo group with the ranks of another group, and a store to look at between messages."""
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
+        self.timeout = timeout
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.group = dist.new_group(
             self.ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
@@ -129,27 +131,30 @@ class ProcessGroupCoordinator(Coordinator):
     ) -> bytes:
         own = message if isinstance(message, BaseException) else None
         failed: list[BaseException | None] = []
+        decision = Decision()
 
         def round_trip() -> bytes:
             messages = self._gather(wrap_message(message))
             if messages is None:
                 return self._receive(self.coordinator_rank)
-            answers, error = decide(step, messages, reduce, self.rank, self.world_size)
+            answers, error = decision.make(
+                lambda: decide(step, messages, reduce, self.rank, self.world_size)
+            )
             failed.append(error)
             self._send_all(answers)
             return answers[self.rank]
 
-        answer = self._watched(step, round_trip)
+        answer = self._watched(step, round_trip, decision.give_up)
         return open_answer(step, answer, own or (failed[0] if failed else None), self.rank)
 
     def broadcast(self, step: str, data: bytes | None) -> bytes:
         def round_trip() -> bytes:
             source = self._global(self.coordinator_rank)
-            length = torch.tensor([len(data or b"")])
+            length = torch.tensor([len(data or b"")], device="cpu")
             with _contact(self.coordinator_rank):
                 dist.broadcast(length, source, self._group)
                 size = int(length)
-                buffer = torch.empty(size, dtype=torch.uint8) if data is None else _tensor(data)
+                buffer = _empty(size) if data is None else _tensor(data)
                 dist.broadcast(buffer, source, self._group)
             return buffer.numpy().tobytes() if data is None else data
 
@@ -188,7 +193,7 @@ class ProcessGroupCoordinator(Coordinator):
         return [received[rank] for rank in range(self.world_size)]
 
     def _receive_all(self, sizes: dict[int, int]) -> dict[int, bytes]:
-        buffers = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
+        buffers = {rank: _empty(size) for rank, size in sizes.items()}
         pending: dict[int, Any] = {}
         for rank, buffer in buffers.items():
             with _contact(rank):
@@ -215,7 +220,9 @@ class ProcessGroupCoordinator(Coordinator):
     def _global(self, rank: int) -> int:
         return self._control.ranks[rank]
 
-    def _watched(self, step: str, action: Callable[[], bytes]) -> bytes:
+    def _watched(
+        self, step: str, action: Callable[[], bytes], give_up: Callable[[], None] = lambda: None
+    ) -> bytes:
         """Run ``action`` in a thread, and give it up when another rank has lost contact."""
         result: list[bytes] = []
         errors: list[BaseException] = []
@@ -236,9 +243,11 @@ class ProcessGroupCoordinator(Coordinator):
                     lost = self._lost()
                     if lost is not None:
                         raise self._broken(step, *lost)
-            except (KeyboardInterrupt, SystemExit):
-                self._tell_lost(self.rank, "it was interrupted")
-                self._control.is_broken = True
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    self._tell_interrupted()
+                # The thread lives on until its message is given up, and must do nothing then.
+                give_up()
                 raise
             if errors:
                 raise self._explain(step, errors[0]) from errors[0]
@@ -260,10 +269,13 @@ class ProcessGroupCoordinator(Coordinator):
 
     def _broken(self, step: str, rank: int, reason: str) -> CoordinationError:
         self._control.is_broken = True
-        error = CoordinationError(
-            f"rank {rank} was lost during {step}: {reason}. It has ended, or it did not"
-            " answer within coordination.timeout_seconds"
-        )
+        if reason == _INTERRUPTED:
+            error = CoordinationError(f"rank {rank} was lost during {step}: {reason}")
+        else:
+            error = CoordinationError(
+                f"rank {rank} was lost during {step}: {reason}. It has ended, or it did not"
+                " answer within coordination.timeout_seconds"
+            )
         error.is_shared = True
         return error
 
@@ -279,6 +291,10 @@ class ProcessGroupCoordinator(Coordinator):
     def _tell_lost(self, rank: int, reason: str) -> None:
         self._set(self._lost_key, f"{rank} {reason}")
 
+    def _tell_interrupted(self) -> None:
+        self._control.is_broken = True
+        self._tell_lost(self.rank, _INTERRUPTED)
+
     def _is_set(self, key: str) -> bool:
         return bool(self._ask_store(lambda store: store.check([key])))
 
@@ -289,15 +305,27 @@ class ProcessGroupCoordinator(Coordinator):
         """An answer of the store, ``None`` once its host is gone: more questions would be noise."""
         if self._control.has_lost_store:
             return None
-        try:
-            return question(self._control.store)
-        except RuntimeError:
-            self._control.has_lost_store = True
-            return None
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question(self._control.store))
+
+        # A host that was stopped lets one wait for minutes, and no signal gets through to there.
+        asking = threading.Thread(target=ask, name="dcp_pipeline store", daemon=True)
+        asking.start()
+        asking.join(self._control.timeout.total_seconds())
+        if answers:
+            return answers[0]
+        self._control.has_lost_store = True
+        return None
 
     def report_failure(self, error: BaseException) -> None:
         # The exchange that follows carries the error itself; this only wakes the others up.
         self._has_failed = True
+        if not isinstance(error, Exception):
+            # There is no exchange that follows.
+            self._tell_interrupted()
         self._set(self._failure_key, str(self.rank))
 
     def peer_failed(self) -> bool:
@@ -314,6 +342,11 @@ def _contact(rank: int) -> Any:
         yield
     except (RuntimeError, ValueError) as error:
         raise _LostContact(rank, str(error).splitlines()[0]) from error
+
+
+def _empty(size: int) -> torch.Tensor:
+    # The caller may be inside a torch.device context.
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _tensor(data: bytes) -> torch.Tensor:

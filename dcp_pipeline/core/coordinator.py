@@ -65,7 +65,11 @@ class Coordinator(ABC):
 
     @abstractmethod
     def report_failure(self, error: BaseException) -> None:
-        """Let the other ranks know, between two exchanges, that this one cannot go on."""
+        """Let the other ranks know, between two exchanges, that this one cannot go on.
+
+        An ``error`` that is no ``Exception``, such as ``KeyboardInterrupt``, ends it here and now:
+        the others do not wait for it at the next exchange.
+        """
 
     @abstractmethod
     def peer_failed(self) -> bool:

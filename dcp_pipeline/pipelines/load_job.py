@@ -26,11 +26,13 @@ class Rollback:
     """What a load has changed on this rank, and how it was before.
 
     Args:
-        keeps_values: whether tensors are copied before they are overwritten.
+        mode: ``copy`` copies tensors before they are overwritten; ``verify_first`` only remembers
+            that they were, so that a failure behind the read can say so; ``none`` undoes nothing.
     """
 
-    def __init__(self, keeps_values: bool) -> None:
-        self._keeps_values = keeps_values
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._overwritten = 0
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._expanded: list[Expanded] = []
         self._old_values: dict[Path, Any] = {}
@@ -38,13 +40,15 @@ class Rollback:
 
     @property
     def keeper(self) -> Callable[[torch.Tensor], None] | None:
-        """:meth:`keep`, or ``None`` where nothing is copied."""
-        return self.keep if self._keeps_values else None
+        """:meth:`keep`, or ``None`` where nothing is undone."""
+        return None if self._mode == "none" else self.keep
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Copy a tensor that is about to be overwritten. Called from several threads."""
-        if self._keeps_values:
+        if self._mode == "copy":
             self._copies.append((tensor, tensor.detach().clone()))
+        elif self._mode == "verify_first":
+            self._overwritten += 1
 
     def keep_values(self, flat: FlatState) -> None:
         """Copy the Python values that ``Stateful`` objects gave, which they may share."""
@@ -65,7 +69,11 @@ class Rollback:
         Raises:
             RollbackFailedError: naming what could not be.
         """
+        if self._mode == "none":
+            return
         failed: list[str] = []
+        if self._overwritten:
+            failed.append("tensors, which rollback=verify_first keeps no copies of")
         with torch.no_grad():
             for tensor, old in reversed(self._copies):
                 _try(lambda: tensor.copy_(old), "a tensor", failed)  # noqa: B023
@@ -77,6 +85,7 @@ class Rollback:
             _try(lambda: entry.owner.load_state_dict(entry.state), name, failed)  # noqa: B023
         self._copies.clear()
         self._expanded.clear()
+        self._overwritten = 0
         if failed:
             raise RollbackFailedError(
                 f"the load failed and could not be undone; left changed: {list_some(failed)}"
@@ -99,6 +108,7 @@ class LoadJob:
         coordinator: the ranks that take part.
         directory: where the checkpoint is.
         rollback: what has been changed so far.
+        template: the caller's state, once taken apart.
         manifest: once opened.
         bytes_read, is_verified, casts: what the read did, for the report.
     """
@@ -107,6 +117,7 @@ class LoadJob:
     coordinator: Coordinator
     directory: Directory
     rollback: Rollback
+    template: FlatState | None = None
     manifest: Manifest | None = None
     bytes_read: int = 0
     is_verified: bool = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from dcp_pipeline.core.errors import ChecksumError, CorruptCheckpointError, PeerFailedError
 from dcp_pipeline.core.manifest import Manifest
@@ -113,7 +113,13 @@ class DataFiles:
         if threads <= 1:
             return sum(map(run_one, tasks))
         with ThreadPoolExecutor(threads, "dcp_pipeline read") as pool:
-            futures = [pool.submit(run_one, task) for task in tasks]
+            try:
+                futures = [pool.submit(run_one, task) for task in tasks]
+                wait(futures)
+            except BaseException:
+                # No tensor may change any more once this rank begins to put them back.
+                stop.set()
+                raise
         errors = [error for future in futures if (error := future.exception()) is not None]
         causes = [error for error in errors if not isinstance(error, PeerFailedError)]
         if errors:

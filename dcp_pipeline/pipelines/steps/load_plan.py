@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcp_pipeline.core.errors import UnsupportedLeafError
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.pipelines.load_job import LoadJob
+from dcp_pipeline.pipelines.steps.collect import taken_apart
 from dcp_pipeline.rules.base import matches
-from dcp_pipeline.state.flatten import FlatState, flatten
+from dcp_pipeline.state.flatten import FlatState
 from dcp_pipeline.state.match import Match, match
 
 __all__ = ["collect_template", "is_wanted", "plan"]
@@ -16,12 +16,8 @@ __all__ = ["collect_template", "is_wanted", "plan"]
 
 def collect_template(state: Any, job: LoadJob) -> FlatState:
     """Take the caller's state apart."""
-    flat = flatten(state)
-    if any(not leaf.path for leaf in flat.leaves):
-        raise UnsupportedLeafError(
-            f"the state is a {type(state).__name__}; pass a dict of names to values"
-        )
-    return flat
+    job.template = taken_apart(state)
+    return job.template
 
 
 def is_wanted(key: str, job: LoadJob) -> bool:
