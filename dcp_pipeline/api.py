@@ -136,7 +136,7 @@ def load(
 
 def load_keys(
     checkpoint_id: str | os.PathLike[str],
-    keys: Sequence[str] | None = None,
+    keys: str | Sequence[str] | None = None,
     *,
     config: Config = None,
 ) -> dict[str, Any]:
@@ -155,6 +155,7 @@ def load_keys(
         ...     load_keys(path, ["model"]), load_keys(path, ["st*"])
         ({'model': {'w': tensor([1., 1.])}}, {'step': 3})
     """
+    keys = [keys] if isinstance(keys, str) else keys
     chosen = _config(config, os.fspath(checkpoint_id)).to_dict()
     if keys is not None:
         chosen["transforms"] = [{"kind": "include", "keys": list(keys), "on": "load"}]

@@ -11,7 +11,7 @@ from typing import Any
 from dcp_pipeline.config.compose import compose, load_mapping
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.core.coordinator import Coordinator
-from dcp_pipeline.core.errors import ConfigError
+from dcp_pipeline.core.errors import ConfigError, RollbackFailedError
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.graph.runner import run
@@ -182,7 +182,7 @@ class Pipeline:
             except BaseException as error:
                 if not isinstance(error, Exception):
                     coordinator.report_failure(error)
-                    job.rollback.run(job.template)
+                    _undo(job, error)
                 raise
         if coordinator.is_coordinator:
             logger.info("loaded %s in %.3f s: %s", directory.location, trace.seconds, trace)
@@ -222,6 +222,14 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _undo(job: LoadJob, error: BaseException) -> None:
+    """Put back what an interrupted load has changed; what cannot be is said beside the error."""
+    try:
+        job.rollback.run(job.template)
+    except RollbackFailedError as failed:
+        error.add_note(str(failed))
 
 
 def _as_text(checkpoint_id: str | os.PathLike[str]) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcp_pipeline.cli.options import Recipe
+from dcp_pipeline.cli.options import AsJson, Recipe
 from dcp_pipeline.config.compose import compose
+
+if TYPE_CHECKING:
+    from dcp_pipeline.graph.graph import Graph
 
 __all__ = ["command"]
 
@@ -34,6 +38,7 @@ def command(
         ),
     ] = None,
     recipe: Recipe = None,
+    as_json: AsJson = False,
     style: Annotated[Format, typer.Option("--format", "-f", help="How to draw it.")] = Format.TEXT,
     output: Annotated[
         Path | None,
@@ -49,7 +54,7 @@ def command(
 
     with Pipeline(config) as pipeline:
         graph = pipeline.save_graph if which == "save" else pipeline.load_graph
-        picture = draw(graph, style.value)
+        picture = _listed(graph) if as_json else draw(graph, style.value)
     if output is None:
         typer.echo(picture, nl=False)
         return
@@ -57,6 +62,20 @@ def command(
         output.write_text(picture, encoding="utf-8")
     except OSError as error:
         raise typer.BadParameter(f"{output}: {error.strerror}", param_hint="--output") from None
+
+
+def _listed(graph: Graph) -> str:
+    nodes = [
+        {
+            "name": node.name,
+            "where": node.where.value,
+            "coordinates": node.coordinates,
+            "inputs": list(node.inputs),
+            "outputs": list(node.outputs),
+        }
+        for node in graph
+    ]
+    return json.dumps({"graph": graph.name, "inputs": list(graph.inputs), "nodes": nodes}) + "\n"
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:

@@ -7,6 +7,7 @@ Each command is a module of this folder with a function ``command``; it is liste
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -67,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: without the program's name; ``sys.argv`` by default.
     """
     settings = _Settings()
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a key's name is no reason not to show the rest.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=arguments, prog_name="dcp-pipeline", obj=settings)
     except CheckpointError as error:
@@ -75,3 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             typer.secho(f"error: {error}", err=True)
         sys.exit(USAGE if isinstance(error, ConfigError) else PROBLEM)
+
+
+if __name__ == "__main__":
+    main()

@@ -96,7 +96,15 @@ def _control_group(group: Any, timeout: timedelta) -> _ControlGroup:
     with _CREATION:
         known = _CONTROL_GROUPS.setdefault(group, {})
         if timeout not in known or known[timeout].is_broken:
-            known[timeout] = _ControlGroup(group, timeout)
+            try:
+                known[timeout] = _ControlGroup(group, timeout)
+            except (RuntimeError, ValueError) as error:
+                ranks = dist.get_process_group_ranks(group)
+                raise CoordinationError(
+                    f"the ranks {ranks} did not all come to the save or load within"
+                    f" {timeout.total_seconds():g} s (coordination.timeout_seconds): one has failed"
+                    f" before, or never called it: {str(error).splitlines()[0]}"
+                ) from error
         return known[timeout]
 
 

@@ -92,6 +92,20 @@ class _Union:
         return positions
 
     def raise_conflicts(self) -> None:
+        """Raise what ranks disagree about.
+
+        Raises:
+            ShapeConflictError: a key differs, or holds something on one rank and keys on another.
+        """
+        for path in self._index:
+            for depth in range(1, len(path)):
+                above = self._index.get(path[:depth])
+                if above is not None:
+                    self._conflicts.append(
+                        f"{dotted(path[:depth])!r} is {_describe(self._specs[above])} on rank"
+                        f" {self._ranks[above]} and holds {dotted(path)!r} on rank"
+                        f" {self._ranks[self._index[path]]}"
+                    )
         if self._conflicts:
             raise ShapeConflictError(
                 f"ranks disagree about {len(self._conflicts)} keys: {list_some(self._conflicts)}."

@@ -29,11 +29,22 @@ class CastRule(Rule):
         self._dtype = dtype
 
     def on_save(self, entries: Entries) -> Entries:
-        return Entries(self._cast(entry) for entry in entries)
+        is_cast = [self._changes(entry) for entry in entries]
+        return Entries(
+            self._converted(entry, changes, entry.alias >= 0 and is_cast[entry.alias])
+            for entry, changes in zip(entries, is_cast, strict=True)
+        )
 
-    def _cast(self, entry: Entry) -> Entry:
-        if entry.dtype in (None, self._dtype) or not matches(dotted(entry.path), self._keys):
-            return entry
+    def _changes(self, entry: Entry) -> bool:
+        if entry.dtype in (None, self._dtype):
+            return False
+        return matches(dotted(entry.path), self._keys)
+
+    def _converted(self, entry: Entry, changes: bool, changes_shared: bool) -> Entry:
+        # Memory is shared as long as both sides of a tie are converted, or neither.
+        alias = entry.alias if changes == changes_shared else -1
+        if not changes:
+            return replace(entry, alias=alias) if alias != entry.alias else entry
         target = DTYPES[self._dtype]
         pieces = tuple(replace(piece, data=piece.data.to(target)) for piece in entry.pieces)
-        return replace(entry, dtype=self._dtype, pieces=pieces, alias=-1)
+        return replace(entry, dtype=self._dtype, pieces=pieces, alias=alias)

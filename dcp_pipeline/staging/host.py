@@ -24,7 +24,7 @@ class HostStager(Stager):
     is_snapshot: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +49,8 @@ class HostStager(Stager):
 
     def _reserve(self, nbytes: int) -> None:
         if self._arena.numel() < nbytes:
-            self._arena = torch.empty(0, dtype=torch.uint8)
-            self._arena = torch.empty(nbytes, dtype=torch.uint8)
+            self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._arena = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _copy(self, piece: Piece, position: int) -> Piece:
         source = piece.data
@@ -64,7 +64,7 @@ class HostStager(Stager):
         return replace(piece, data=target)
 
     def close(self) -> None:
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _room(piece: Piece) -> int:

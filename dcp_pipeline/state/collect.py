@@ -36,6 +36,10 @@ def collect(flat: FlatState, encode_value: EncodeValue) -> Entries:
             entries.append(_entry(leaf, encode_value))
         except CheckpointError as error:
             problems.append(f"{dotted(leaf.path)!r} is {error}")
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            # Tensors of many kinds refuse to be looked at, each in words of its own.
+            kind = type(leaf.value).__name__
+            problems.append(f"{dotted(leaf.path)!r} is a {kind} that cannot be stored: {error}")
     if problems:
         shown = "; ".join(problems[:20]) + (
             f"; and {len(problems) - 20} more" * (len(problems) > 20)
@@ -100,7 +104,14 @@ def _with_aliases(entries: Entries) -> Entries:
 
 def _memory_of(entry: Entry) -> object:
     places = tuple(
-        (piece.data.data_ptr(), piece.data.stride(), piece.offsets, piece.sizes)
+        (
+            piece.data.data_ptr(),
+            piece.data.stride(),
+            piece.data.is_conj(),
+            piece.data.is_neg(),
+            piece.offsets,
+            piece.sizes,
+        )
         for piece in entry.pieces
     )
     return (entry.kind, entry.dtype, entry.shape, str(entry.pieces[0].data.device), places)

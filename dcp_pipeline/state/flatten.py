@@ -28,6 +28,7 @@ from dcp_pipeline.types.dcp import Stateful
 __all__ = ["Expanded", "FlatState", "Leaf", "assign", "flatten"]
 
 MAX_DEPTH = 200
+_KEY_BITS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,11 @@ def is_stateful(value: object) -> bool:
 
 
 def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: list[int]) -> None:
-    kind = _leaf_kind(value)
+    try:
+        kind = _leaf_kind(value)
+    except RecursionError:
+        problems.append(f"{dotted(path)!r} contains itself, or is nested too deeply")
+        return
     if kind is not None:
         flat.leaves.append(Leaf(path, kind, value))
         return
@@ -164,6 +169,8 @@ def _children(value: Any) -> Iterator[tuple[Component | _BadKey, Any]]:
     if isinstance(value, Mapping):
         for key, child in value.items():
             plain = key is None or isinstance(key, (str, int, float))
+            if isinstance(key, int) and key.bit_length() > _KEY_BITS:
+                plain = False
             yield (key if plain else _BadKey(type(key).__name__)), child
     else:
         is_tuple = isinstance(value, tuple)

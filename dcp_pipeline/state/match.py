@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dcp_pipeline.core.dtypes import ITEM_SIZES
-from dcp_pipeline.core.errors import CheckpointError
+from dcp_pipeline.core.errors import CheckpointError, UnsupportedLeafError, list_some
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path, dotted
 from dcp_pipeline.core.table import KeySpec, Kind
@@ -49,6 +50,7 @@ class Match:
         made: path to containers that the checkpoint knows to be empty.
         used: stored keys that this rank wants.
         missing, shapes, dtypes: as in :class:`LoadMismatchError`.
+        unwritable: tensors of the template that several elements share memory in.
     """
 
     tensors: list[TensorTarget] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Match:
     made: dict[Path, Any] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
+    unwritable: list[str] = field(default_factory=list)
     shapes: list[tuple[str, object, object]] = field(default_factory=list)
     dtypes: list[tuple[str, object, object]] = field(default_factory=list)
 
@@ -84,7 +87,20 @@ def match(
             matcher.leaf(leaf)
     for path, _ in flat.empty:
         matcher.empty_mapping(path, wants)
+    if matcher.result.unwritable:
+        raise UnsupportedLeafError(
+            f"the template holds expanded tensors, whose elements share memory, so that they cannot"
+            f" be loaded into: {list_some(matcher.result.unwritable)}; clone() them first"
+        )
     return matcher.result
+
+
+def _overlaps_itself(tensor: Any) -> bool:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(local, torch.Tensor) or local.layout is not torch.strided:
+        return False
+    pairs = zip(local.shape, local.stride(), strict=True)
+    return any(extent > 1 and stride == 0 for extent, stride in pairs)
 
 
 class _Matcher:
@@ -129,7 +145,7 @@ class _Matcher:
     def _fill(self, path: Path, wants: Callable[[str], bool] | None) -> bool:
         """Take everything that is stored below ``path``."""
         depth, found = len(path), False
-        if path in self._empty:
+        if path and path in self._empty:
             self.result.made[path] = {"dict": dict, "list": list, "tuple": tuple}[
                 self._empty[path]
             ]()
@@ -143,7 +159,7 @@ class _Matcher:
             self.result.used.add(key)
             self._take_whole(key, (*path, *spec.path[depth:]))
         for empty in self._empty:
-            if len(empty) > depth and empty[:depth] == path:
+            if empty and len(empty) > depth and empty[:depth] == path:
                 self.result.made[empty] = {}
         return found
 
@@ -191,6 +207,9 @@ class _Matcher:
             return
         if tuple(leaf.value.shape) != spec.shape:
             self.result.shapes.append((name, list(spec.shape), list(leaf.value.shape)))
+            return
+        if _overlaps_itself(leaf.value):
+            self.result.unwritable.append(name)
             return
         is_meta = leaf.value.device.type == "meta"
         value = materialized(leaf.value) if is_meta else leaf.value

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
@@ -71,7 +73,11 @@ def pieces_of(value: Any) -> ShardedValue:
 
 
 def _of_plain(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[Piece]:
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout is not torch.strided
+        or is_functorch_wrapped_tensor(tensor)
+    ):
         _refuse_unstorable(tensor)
     elif tensor.is_quantized:
         raise UnsupportedLeafError("a quantized tensor; store int_repr() and its scales")
@@ -80,6 +86,8 @@ def _of_plain(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[Piece]
 
 
 def _refuse_unstorable(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor):
+        raise UnsupportedLeafError(f"a {type(tensor).__name__} without values of its own")
     if tensor.layout is not torch.strided:
         raise UnsupportedLeafError(
             f"a tensor of layout {tensor.layout}; store its parts or to_dense()"

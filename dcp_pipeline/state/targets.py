@@ -71,7 +71,7 @@ class ValueTarget:
 def fresh_tensor(spec: KeySpec) -> torch.Tensor:
     """Uninitialised host memory for a whole stored tensor."""
     assert spec.dtype is not None
-    return torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+    return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="cpu")
 
 
 def materialized(value: Any) -> Any:

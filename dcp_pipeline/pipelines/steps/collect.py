@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dcp_pipeline.core.errors import UnsupportedLeafError
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.state.collect import collect
-from dcp_pipeline.state.flatten import flatten
+from dcp_pipeline.state.flatten import FlatState, flatten, is_stateful
 from dcp_pipeline.types.entries import Entries
 
-__all__ = ["collect_entries"]
+__all__ = ["collect_entries", "taken_apart"]
 
 
 def collect_entries(state: Any, job: SaveJob) -> Entries:
     """Expand, flatten and encode the state; see :mod:`dcp_pipeline.state`."""
-    flat = flatten(state)
-    if any(not leaf.path for leaf in flat.leaves):
+    flat = taken_apart(state)
+    job.empty = [(path, kind) for path, kind in flat.empty if path]
+    serialization = job.parts.serialization
+    if job.coordinator.world_size > 1:
+        return collect(flat, serialization.encode_comparable)
+    return collect(flat, lambda value: (serialization.encode_value(value), 0))
+
+
+def taken_apart(state: Any) -> FlatState:
+    """A state whose root is a mapping, or a ``Stateful`` object, taken apart.
+
+    Raises:
+        UnsupportedLeafError: it is anything else, or holds keys that no checkpoint can hold.
+    """
+    if not isinstance(state, Mapping) and not is_stateful(state):
         raise UnsupportedLeafError(
             f"the state is a {type(state).__name__}; pass a dict of names to values"
         )
-    job.empty = flat.empty
-    return collect(flat, job.parts.serialization.encode_comparable)
+    return flatten(state)

@@ -21,6 +21,12 @@ from dcp_pipeline.types.memory import bytes_of, is_plain_memory
 __all__ = ["CastCounts", "Destination", "box_reads", "item_reads"]
 
 _SLAB_BYTES = 2 << 20
+_WITHOUT_INFINITY = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Begin and extent per dimension."""
@@ -267,6 +273,8 @@ def _cast_into(view: torch.Tensor, stored: torch.Tensor) -> int:
         return lost
     view.copy_(stored)
     given = view.to(stored.device)
+    if given.dtype in _WITHOUT_INFINITY:
+        return _saturated(stored, given)
     if given.dtype.is_floating_point or given.is_complex():
         return int((_finite(stored) & ~_finite(given)).sum())
     if given.dtype is torch.bool:
@@ -279,8 +287,18 @@ def _cast_into(view: torch.Tensor, stored: torch.Tensor) -> int:
     return int((~fits).sum())
 
 
+def _saturated(stored: torch.Tensor, given: torch.Tensor) -> int:
+    """Elements that a dtype without infinity has replaced by its largest, or by no number."""
+    wide = stored.to(torch.float64)
+    limit = torch.finfo(given.dtype)
+    outside = (wide.abs() > limit.max) | (given.to(torch.float64).isnan())
+    if given.dtype is torch.float8_e8m0fnu:
+        outside |= wide < 0
+    return int((outside & ~wide.isnan()).sum())
+
+
 def _finite(values: torch.Tensor) -> torch.Tensor:
     if not (values.dtype.is_floating_point or values.is_complex()):
-        return torch.ones(values.shape, dtype=torch.bool)
+        return torch.ones(values.shape, dtype=torch.bool, device="cpu")
     wide = values if values.is_complex() else values.to(torch.float64)
     return wide.isfinite()
