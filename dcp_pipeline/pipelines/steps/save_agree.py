@@ -9,15 +9,15 @@ import numpy as np
 
 from dcp_pipeline.core.errors import CheckpointExistsError, DisagreementError, MissingFileError
 from dcp_pipeline.core.framing import frame, unframe
-from dcp_pipeline.core.packing import pack_columns, unpack_columns
-from dcp_pipeline.core.path import Path, decode_path, encode_path
+from dcp_pipeline.core.packing import Column, pack_columns, unpack_columns
+from dcp_pipeline.core.path import Path, decode_path, dotted, encode_path
 from dcp_pipeline.core.table import ChunkTable, KeySpec
 from dcp_pipeline.layout.marker import replaced_by_killed
 from dcp_pipeline.pipelines.job import Heartbeat, SaveJob
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Share
 from dcp_pipeline.planning.base import GlobalPlan
 
-__all__ = ["agree", "same_everywhere", "start_save"]
+__all__ = ["agree", "answer_to", "same_everywhere", "start_save"]
 
 
 def agree(local_plan: ChunkTable | None, job: SaveJob, failure: BaseException | None) -> Share:
@@ -31,14 +31,21 @@ def agree(local_plan: ChunkTable | None, job: SaveJob, failure: BaseException | 
             "config": job.parts.config.digest(),
             "empty": [[encode_path(path), kind] for path, kind in job.empty],
         }
-        message = frame(header, local_plan.pack())
-    answer = job.coordinator.exchange("agree", message, lambda messages: _decide(messages, job))
+        # The coordinator has its own plan at hand.
+        message = frame(header, b"" if job.coordinator.is_coordinator else local_plan.pack())
+    answer = job.coordinator.exchange(
+        "agree", message, lambda messages: _decide(messages, job, local_plan)
+    )
     header, (columns,) = unframe(answer)
     job.save_id = header["save_id"]
     unpacked = unpack_columns(columns)
     assert local_plan is not None
+    renamed = header["renamed"]
+    names = tuple(
+        renamed.get(str(local)) or dotted(spec.path) for local, spec in enumerate(local_plan.keys)
+    )
     return Share(
-        tuple(header["names"]),
+        names,
         unpacked["row"],
         unpacked["offsets"],
         unpacked["sizes"],
@@ -61,16 +68,20 @@ def same_everywhere(headers: list[dict[str, Any]]) -> None:
             raise DisagreementError(f"the ranks do not name the same {what}: {sides}")
 
 
-def _decide(messages: list[bytes], job: SaveJob) -> list[bytes]:
+def _decide(messages: list[bytes], job: SaveJob, own: ChunkTable | None) -> list[bytes]:
     """On the coordinator: the global plan, and each rank's share of it."""
     unframed = [unframe(message) for message in messages]
     headers = [header for header, _ in unframed]
     same_everywhere(headers)
     cache: dict[bytes, tuple[KeySpec, ...]] = {}
-    tables = [ChunkTable.unpack(blobs[0], cache) for _, blobs in unframed]
+    assert own is not None
+    tables = [
+        own if rank == job.coordinator.rank else ChunkTable.unpack(blobs[0], cache)
+        for rank, (_, blobs) in enumerate(unframed)
+    ]
     plan = job.parts.planner.global_plan(tables)
     start_save(job, plan, _empty(headers, plan))
-    return [_answer(plan, rank, job.save_id) for rank in range(len(tables))]
+    return [answer_to(plan, rank, job.save_id) for rank in range(len(tables))]
 
 
 def _empty(headers: list[dict[str, Any]], plan: GlobalPlan) -> tuple[tuple[Path, str], ...]:
@@ -115,7 +126,20 @@ def _heartbeat(job: SaveJob, name: str, replaces: frozenset[str]) -> Heartbeat:
         return Heartbeat(directory, name, stale_after, replaces)
 
 
-def _answer(plan: GlobalPlan, rank: int, save_id: str) -> bytes:
+def _renamed(plan: GlobalPlan, keys: Column) -> dict[str, str]:
+    """Stored names that are not simply the dotted path, by place in a rank's own keys."""
+    if plan.are_names_dotted:
+        return {}
+    specs = plan.table.keys
+    return {
+        str(local): plan.names[key]
+        for local, key in enumerate(keys.tolist())
+        if plan.names[key] != dotted(specs[key].path)
+    }
+
+
+def answer_to(plan: GlobalPlan, rank: int, save_id: str) -> bytes:
+    """What the coordinator tells a rank: the save, and which chunks the rank writes."""
     table = plan.table
     begin, end = np.searchsorted(table.owner, [rank, rank + 1])
     columns = {
@@ -125,7 +149,7 @@ def _answer(plan: GlobalPlan, rank: int, save_id: str) -> bytes:
     }
     header = {
         "save_id": save_id,
-        "names": [plan.names[key] for key in plan.keys[rank]],
-        "total_bytes": int(table.take(np.arange(begin, end)).nbytes.sum()),
+        "renamed": _renamed(plan, plan.keys[rank]),
+        "total_bytes": int(plan.bytes_by_rank[rank]),
     }
     return frame(header, pack_columns(columns))
