@@ -66,6 +66,16 @@ def save_conflicting(path: Path) -> str:
     return str(caught.value)
 
 
+def save_empty_beside_list(path: Path) -> str:
+    with pytest.raises(ShapeConflictError) as caught:
+        dcp_pipeline.save({"a": {} if dist.get_rank() else []}, checkpoint_id=path)
+    return str(caught.value)
+
+
+def test_an_empty_dict_on_one_rank_and_a_list_on_another(ranks: Pool, tmp_path: Path) -> None:
+    assert all("a" in message for message in ranks(2).run(save_empty_beside_list, tmp_path))
+
+
 def test_a_value_on_one_rank_and_a_section_on_another(ranks: Pool, tmp_path: Path) -> None:
     for message in ranks(2).run(save_conflicting, tmp_path):
         assert "'a'" in message and "'a.x'" in message and "rank 1" in message

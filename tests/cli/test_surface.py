@@ -15,7 +15,17 @@ from dcp_pipeline.pipeline import Pipeline
 SURFACE = {
     "config": ["--help", "--json", "--recipe", "-r", "overrides"],
     "recipes": ["--help", "--json"],
-    "graph": ["--format", "--help", "--json", "--output", "--recipe", "-f", "-o", "-r", "arguments"],
+    "graph": [
+        "--format",
+        "--help",
+        "--json",
+        "--output",
+        "--recipe",
+        "-f",
+        "-o",
+        "-r",
+        "arguments",
+    ],
     "inspect": ["--files", "--help", "--json", "--keys", "path"],
     "ls": ["--help", "--json", "path"],
     "verify": ["--help", "--json", "--threads", "path"],

@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from dcp_pipeline.core.errors import CheckpointExistsError, DisagreementError, MissingFileError
+from dcp_pipeline.core.errors import (
+    CheckpointExistsError,
+    DisagreementError,
+    MissingFileError,
+    ShapeConflictError,
+    list_some,
+)
 from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.packing import Column, pack_columns, unpack_columns
 from dcp_pipeline.core.path import Path, decode_path, dotted, encode_path
@@ -88,6 +94,11 @@ def _empty(headers: list[dict[str, Any]], plan: GlobalPlan) -> tuple[tuple[Path,
     """Containers that are empty wherever they are; on other ranks keys may lie below them."""
     inner = {spec.path[:depth] for spec in plan.table.keys for depth in range(len(spec.path))}
     found = {decode_path(path): kind for header in headers for path, kind in header["empty"]}
+    clashing = [dotted(spec.path) for spec in plan.table.keys if spec.path in found]
+    if clashing:
+        raise ShapeConflictError(
+            f"some ranks hold an empty dict where others hold a value: {list_some(clashing)}"
+        )
     return tuple((path, kind) for path, kind in found.items() if path not in inner)
 
 
