@@ -121,19 +121,11 @@ class Pipeline:
         job = SaveJob(self._parts, coordinator, directory)
         trace = Trace("save", coordinator.rank)
         try:
-            values = run(
-                self.save_graph,
-                {"state": state, "job": job},
-                trace,
-                coordinator.is_coordinator,
-                coordinator.report_failure,
-            )
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                coordinator.report_failure(error)
+            values = _run(self.save_graph, {"state": state, "job": job}, coordinator, trace)
+            job.finish()
+        except BaseException:
             job.abandon()
             raise
-        job.finish()
         if coordinator.is_coordinator:
             logger.info("saved %s in %.3f s: %s", directory.location, trace.seconds, trace)
         return SavedMetadata(values["manifest"], directory.location, trace)
@@ -165,13 +157,7 @@ class Pipeline:
             job = LoadJob(self._parts, coordinator, directory, Rollback(self.config.rollback))
             trace = Trace("load", coordinator.rank)
             try:
-                values = run(
-                    self.load_graph,
-                    {"state": state, "job": job},
-                    trace,
-                    coordinator.is_coordinator,
-                    coordinator.report_failure,
-                )
+                values = _run(self.load_graph, {"state": state, "job": job}, coordinator, trace)
                 break
             except Replaced as replaced:
                 if attempt == _ATTEMPTS - 1:
@@ -181,7 +167,6 @@ class Pipeline:
                 coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
             except BaseException as error:
                 if not isinstance(error, Exception):
-                    coordinator.report_failure(error)
                     _undo(job, error)
                 raise
         if coordinator.is_coordinator:
@@ -222,6 +207,18 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _run(
+    graph: Graph, inputs: dict[str, Any], coordinator: Coordinator, trace: Trace
+) -> dict[str, Any]:
+    """Run a graph together with the other ranks, who hear of it at once if this one goes away."""
+    try:
+        return run(graph, inputs, trace, coordinator.is_coordinator, coordinator.report_failure)
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            coordinator.report_failure(error)
+        raise
 
 
 def _undo(job: LoadJob, error: BaseException) -> None:

@@ -124,8 +124,12 @@ class Heartbeat:
 
 
 def _remove_marker(directory: Directory, name: str) -> None:
-    if not _remove(directory, name):
-        give_up(name)
+    is_gone = False
+    try:
+        is_gone = _remove(directory, name)
+    finally:
+        if not is_gone:
+            give_up(name)
 
 
 def _remove(directory: Directory, name: str) -> bool:

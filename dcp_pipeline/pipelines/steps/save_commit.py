@@ -145,7 +145,9 @@ def _is_committed(
         raise CoordinationError(f"{_UNCERTAIN}: {error}; then {reading}") from error
     if found == record:
         logger.warning(
-            "the save into %s is committed, but finishing it failed: %s", directory.location, error
+            "the save into %s is committed, but finishing it failed: %s",
+            directory.location,
+            str(error) or type(error).__name__,
         )
         return True
     if found == before:
