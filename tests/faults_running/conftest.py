@@ -31,7 +31,7 @@ def forked() -> Iterator[Callable[..., Any]]:
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-W", "ignore::UserWarning", "-m", "tests.crash.server"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,0 +1,42 @@
+"""Ctrl-C at any point: it comes out, the others hear of it, nothing is left behind."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.faults_running.interrupts import (
+    interrupt_commits,
+    interrupt_loads,
+    interrupt_ranks,
+    interrupt_saves,
+)
+from tests.faults_running.jobs import nothing_leaks
+
+
+def test_a_save_at_every_change(memory_path: Path) -> None:
+    with nothing_leaks():
+        assert interrupt_saves(memory_path) == []
+
+
+@pytest.mark.parametrize("rollback", ["copy", "verify_first"])
+def test_a_load_at_every_read(tmp_path: Path, rollback: str) -> None:
+    with nothing_leaks():
+        assert interrupt_loads(tmp_path, rollback) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks_at_every_node(ranks: Pool, memory_path: Path, rank: int) -> None:
+    assert ranks(2).run(interrupt_ranks, memory_path, rank, seconds=120.0) == [[], []]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks_at_some_changes(ranks: Pool, memory_path: Path, rank: int) -> None:
+    found = ranks(2).run(interrupt_commits, memory_path, rank, 4, seconds=120.0)
+    assert found == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks_at_every_change(ranks: Pool, memory_path: Path, rank: int) -> None:
+    assert ranks(2).run(interrupt_commits, memory_path, rank, 1, seconds=280.0) == [[], []]
