@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from hydra import compose as hydra_compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError
 

@@ -2,8 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from hydra import compose as hydra_compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton

@@ -6,8 +6,7 @@ import struct
 from collections import OrderedDict
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dcp_pipeline.core.errors import CheckpointError, FormatError, UnsafeCheckpointError
 from dcp_pipeline.formats.inert_pickle import load_inert

@@ -8,8 +8,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dcp_pipeline.core.errors import (
     CheckpointError,

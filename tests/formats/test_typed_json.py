@@ -10,8 +10,7 @@ from collections import Counter, OrderedDict, namedtuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dcp_pipeline.core.errors import CheckpointError, FormatError, UnsupportedLeafError
 from dcp_pipeline.formats.typed_json import canonical, decode, encode

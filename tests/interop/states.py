@@ -14,8 +14,11 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed._shard.sharded_tensor import (
+    Shard as LocalShard,
+    ShardedTensor,
+    init_from_local_shards,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed._shard.sharded_tensor import (
+    Shard as LocalShard,
+    ShardedTensor,
+    init_from_local_shards,
+)
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_pipeline.api import load, save

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint import _version
 from dcp_pipeline.api import load, load_keys
 from tests.distributed.pool import Pool
 from tests.equal import assert_same
-from tests.interop.states import check, fill
-from tests.interop.states import state_of as state_of_kind
+from tests.interop.states import check, fill, state_of as state_of_kind
 
 
 @contextmanager
