@@ -23,13 +23,14 @@ from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.report import LoadReport
 from dcp_pipeline.pipelines.save import save_graph
 from dcp_pipeline.pipelines.saved import SavedMetadata
-from dcp_pipeline.pipelines.steps.load_apply import Replaced
+from dcp_pipeline.pipelines.steps.load_again import Replaced
 
 __all__ = ["Pipeline"]
 
 logger = logging.getLogger("dcp_pipeline")
 
-_ATTEMPTS = 5
+_ATTEMPTS = 100
+"""Of a load whose checkpoint is replaced again and again, once per attempt at least."""
 
 
 class Pipeline:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from dcp_pipeline.core.checksum import digest_of
-from dcp_pipeline.core.errors import CheckpointError
+from dcp_pipeline.core.errors import CheckpointError, MissingFileError
 from dcp_pipeline.core.liveness import ProcessIdentity, is_given_up
 from dcp_pipeline.core.manifest import Manifest
-from dcp_pipeline.layout.names import METADATA, marker_save_id, save_of
+from dcp_pipeline.layout.names import MANIFEST, METADATA, marker_save_id, save_of
 from dcp_pipeline.storage.base import Directory
 
 __all__ = ["dead_names", "is_live_marker", "is_overwritten_by_dcp", "live_saves", "names_in"]
@@ -21,16 +21,24 @@ _LONGEST_LIMIT: Final = 7 * 86_400.0
 
 def is_overwritten_by_dcp(manifest: Manifest, directory: Directory) -> bool:
     """Whether ``.metadata`` belongs to a save that the manifest knows nothing of."""
-    if not directory.exists(METADATA):
+    try:
+        if not directory.exists(METADATA) or _is_metadata_of(manifest, directory):
+            return False
+        # Another save may have replaced both since the manifest was read.
+        return Manifest.decode(directory.read(MANIFEST)).save_id == manifest.save_id
+    except MissingFileError:
         return False
+
+
+def _is_metadata_of(manifest: Manifest, directory: Directory) -> bool:
     written = manifest.metadata
     if written is not None and directory.size(METADATA) == written.size:
         # The pickle ends with the save id; reading all of it would take long at scale.
         tail = directory.read(METADATA, -_TAIL_BYTES, _TAIL_BYTES)
         if manifest.save_id.encode() in tail:
-            return False
+            return True
     digest = digest_of("xxh3_64", directory.read(METADATA)).hex()
-    return digest not in (manifest.superseded, None if written is None else written.digest)
+    return digest in (manifest.superseded, None if written is None else written.digest)
 
 
 def is_live_marker(directory: Directory, name: str, stale_after: float) -> bool:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dcp_pipeline.core.errors import CheckpointError, RollbackFailedError
 from dcp_pipeline.pipelines.load_job import LoadJob
+from dcp_pipeline.pipelines.steps.load_again import raise_if_replaced
 from dcp_pipeline.pipelines.steps.load_read import Fetched
 from dcp_pipeline.state.flatten import FlatState, assign
 from dcp_pipeline.types.exceptions import CheckpointException
 
-__all__ = ["Replaced", "apply", "settle", "settle_verify"]
-
-
-class Replaced(Exception):
-    """The checkpoint was replaced while it was read: the load starts again, on every rank."""
-
-    is_shared = True
+__all__ = ["apply", "settle", "settle_verify"]
 
 
 def settle_verify(verified: Fetched | None, job: LoadJob, failure: BaseException | None) -> None:
@@ -63,8 +58,7 @@ def _agree_or_undo(
         job.coordinator.exchange(step, failure or b"")
     except CheckpointException as error:
         _undo(template, job, error)
-        if _was_replaced(job):
-            raise Replaced from error
+        raise_if_replaced(job, error)
         raise
     except BaseException:
         # The others cannot be asked any more: what can be done here is done.
@@ -80,17 +74,3 @@ def _undo(template: FlatState | None, job: LoadJob, error: CheckpointError) -> N
         failed.__cause__ = error
         problem = failed
     job.coordinator.exchange("rollback", problem)
-
-
-def _was_replaced(job: LoadJob) -> bool:
-    """Whether another save has replaced the checkpoint since it was opened; all ranks alike."""
-
-    def look(messages: list[bytes]) -> list[bytes]:
-        try:
-            now = job.parts.layout.open(job.directory).save_id
-        except CheckpointError:
-            now = None
-        replaced = job.manifest is not None and now not in (None, job.manifest.save_id)
-        return [b"1" if replaced else b"0"] * len(messages)
-
-    return job.coordinator.exchange("look again", b"", look) == b"1"

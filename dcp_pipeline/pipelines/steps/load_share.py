@@ -13,11 +13,13 @@ from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.packing import Column, pack_columns, unpack_columns
 from dcp_pipeline.pipelines.load_job import LoadJob
 from dcp_pipeline.pipelines.steps.data_files import DataFiles
+from dcp_pipeline.pipelines.steps.load_again import raise_if_replaced
 from dcp_pipeline.pipelines.steps.load_agree import Differences
 from dcp_pipeline.pipelines.steps.read_boxes import CastCounts, box_reads
 from dcp_pipeline.pipelines.steps.read_items import locate_items
 from dcp_pipeline.state.match import Match
 from dcp_pipeline.storage.reading import Read
+from dcp_pipeline.types.exceptions import CheckpointException
 
 __all__ = ["ReadPlan", "Segment", "open_files", "share"]
 
@@ -94,7 +96,11 @@ def share(
         except Exception as error:
             error.__dict__.setdefault("node", "share")
             message = error
-    answer = job.coordinator.exchange("share", message, lambda messages: _decide(messages, job))
+    try:
+        answer = job.coordinator.exchange("share", message, lambda messages: _decide(messages, job))
+    except CheckpointException as error:
+        raise_if_replaced(job, error)
+        raise
     if answer:
         assert manifest is not None
         plan.segments.extend(_unpack(answer))
