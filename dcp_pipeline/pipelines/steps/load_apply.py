@@ -71,6 +71,7 @@ def _undo(template: FlatState | None, job: LoadJob, error: CheckpointError) -> N
     try:
         job.rollback.run(template)
     except RollbackFailedError as failed:
-        failed.__cause__ = error
-        problem = failed
+        # Whoever has to start anew from this wants to know both.
+        problem = RollbackFailedError(f"{failed}\nThe load had failed: {error}")
+        problem.__cause__ = error
     job.coordinator.exchange("rollback", problem)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from dcp_pipeline.core.coordinator import Coordinator
-from dcp_pipeline.core.errors import CorruptCheckpointError
+from dcp_pipeline.core.errors import CorruptCheckpointError, PeerFailedError
 from dcp_pipeline.pipelines.steps.data_files import DataFiles
 from dcp_pipeline.pipelines.steps.load_share import Interval, Segment, covering
 from dcp_pipeline.storage.reading import Read
@@ -148,22 +148,24 @@ class SharedReads:
     def run(self, files: DataFiles) -> int:
         """Read, pass on and assemble; bytes read from storage.
 
-        A rank whose reading fails goes on passing bytes on, so that nobody waits for it; its error
-        is raised at the end, and the load is undone on all ranks.
+        A rank whose reading fails goes on passing bytes on, marked as bad, so that nobody waits for
+        it; its error is raised at the end, and the load is undone on all ranks.
         """
         nbytes, failure = 0, None
         for group in _rounds(self._segments):
             buffers = self._buffers(group)
             try:
                 nbytes += files.run(self._reads_of(group, buffers))
+                self._mark_as_read(group, buffers)
             except Exception as error:
                 failure = failure or error
             self._pass_on(group, buffers)
+            failure = failure or self._failure_of_reader(group, buffers)
             if failure is None:
                 for position, buffer in buffers.items():
                     segment = group[position]
-                    if self._coordinator.rank in segment.needers:
-                        self._assemblers[segment.file].feed(segment.begin, memoryview(buffer))
+                    data = memoryview(buffer)[: segment.end - segment.begin]
+                    self._assemblers[segment.file].feed(segment.begin, data)
         if failure is not None:
             raise failure
         nbytes += files.run(self._rest_reads())
@@ -171,10 +173,22 @@ class SharedReads:
             assembler.check()
         return nbytes
 
+    def _mark_as_read(self, group: list[Segment], buffers: dict[int, bytearray]) -> None:
+        for position, buffer in buffers.items():
+            if group[position].reader == self._coordinator.rank:
+                buffer[-1] = 1
+
+    def _failure_of_reader(
+        self, group: list[Segment], buffers: dict[int, bytearray]
+    ) -> PeerFailedError | None:
+        bad = [group[position].reader for position, buffer in buffers.items() if not buffer[-1]]
+        return PeerFailedError(f"rank {bad[0]} could not read what it passes on") if bad else None
+
     def _buffers(self, group: list[Segment]) -> dict[int, bytearray]:
+        """What this rank needs of each segment, and a byte that says whether it was read."""
         rank = self._coordinator.rank
         return {
-            position: bytearray(segment.end - segment.begin)
+            position: bytearray(segment.end - segment.begin + 1)
             for position, segment in enumerate(group)
             if rank in segment.needers
         }
