@@ -1,0 +1,34 @@
+"""A disk that is really full, no inodes left, a limit of the size of files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults_running.full import can_mount, on_small_disk, without_inodes
+
+
+@pytest.fixture
+def mount_path(tmp_path: Path) -> Path:
+    path = tmp_path / "mounted"
+    if not can_mount(path):
+        pytest.skip("mounting needs rights that this process has not")
+    return path
+
+
+@pytest.mark.parametrize("reserve_space", [True, False], ids=["reserved", "not reserved"])
+@pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "cached"])
+def test_a_full_disk(mount_path: Path, reserve_space: bool, direct_io: bool) -> None:
+    assert on_small_disk(mount_path, reserve_space, direct_io) == []
+
+
+def test_no_inodes(mount_path: Path) -> None:
+    assert without_inodes(mount_path) == []
+
+
+@pytest.mark.parametrize(("reserve_space", "direct_io"), [(True, True), (False, False)])
+def test_a_limit_of_the_size_of_files(
+    forked: Callable[..., Any], tmp_path: Path, reserve_space: bool, direct_io: bool
+) -> None:
+    assert forked("full:limited", str(tmp_path), reserve_space, direct_io) == []
