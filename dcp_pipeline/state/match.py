@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import CheckpointError, UnsupportedLeafError, list_some
@@ -95,11 +94,8 @@ def match(
     return matcher.result
 
 
-def _overlaps_itself(tensor: Any) -> bool:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if not isinstance(local, torch.Tensor) or local.layout is not torch.strided:
-        return False
-    pairs = zip(local.shape, local.stride(), strict=True)
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return any(extent > 1 and stride == 0 for extent, stride in pairs)
 
 
@@ -208,12 +204,12 @@ class _Matcher:
         if tuple(leaf.value.shape) != spec.shape:
             self.result.shapes.append((name, list(spec.shape), list(leaf.value.shape)))
             return
-        if _overlaps_itself(leaf.value):
-            self.result.unwritable.append(name)
-            return
         is_meta = leaf.value.device.type == "meta"
         value = materialized(leaf.value) if is_meta else leaf.value
         sharded = pieces_of(value)
+        if any(_overlaps_itself(piece.data) for piece in sharded.pieces):
+            self.result.unwritable.append(name)
+            return
         path = leaf.path if is_meta else None
         self._add_tensor(key, sharded.dtype, tuple(sharded.pieces), path, lambda: value)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from dcp_pipeline.storage.filesystem import FileSystemStorage
-from tests.crash.forks import fork
 from tests.faults_running.jobs import left_over, listing, nothing_leaks, pipeline_of, several_files
 
 __all__ = ["can_mount", "limited", "on_small_disk", "without_inodes"]
@@ -65,30 +64,27 @@ def without_inodes(path: Path) -> list[str]:
         return _problems(path, path.parent / "elsewhere", errno.ENOSPC, 8, 8, {})
 
 
-def limited(root: str, reserve_space: bool, direct_io: bool) -> list[str]:
-    """No file may be larger than 3 MiB; in a process of its own, which the limit ends with."""
+def limited(root: Path, reserve_space: bool, direct_io: bool) -> list[str]:
+    """No file may be larger than 3 MiB, for a while; for a process with nothing else to do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    settings = {"reserve_space": reserve_space, "direct_io": direct_io}
 
-    def work() -> list[str]:
-        settings = {"reserve_space": reserve_space, "direct_io": direct_io}
+    def limit(nbytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
 
-        def limit(nbytes: int) -> None:
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-
+    try:
         return _problems(
-            Path(root, "limited"),
-            Path(root, "elsewhere"),
+            root / "limited",
+            root / "elsewhere",
             errno.EFBIG,
             4,
             16,
             settings,
             before=lambda: limit(3 * MIB),
-            after=lambda: limit(resource.RLIM_INFINITY),
+            after=lambda: limit(soft),
         )
-
-    end = fork(work).wait(60)
-    assert end.how == "ok", end
-    return list(end.value)
+    finally:
+        limit(soft)
 
 
 def _problems(

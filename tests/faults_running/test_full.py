@@ -1,12 +1,11 @@
 """A disk that is really full, no inodes left, a limit of the size of files."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.faults_running.full import can_mount, on_small_disk, without_inodes
+from tests.distributed.pool import Pool
+from tests.faults_running.full import can_mount, limited, on_small_disk, without_inodes
 
 
 @pytest.fixture
@@ -29,6 +28,6 @@ def test_no_inodes(mount_path: Path) -> None:
 
 @pytest.mark.parametrize(("reserve_space", "direct_io"), [(True, True), (False, False)])
 def test_a_limit_of_the_size_of_files(
-    forked: Callable[..., Any], tmp_path: Path, reserve_space: bool, direct_io: bool
+    ranks: Pool, tmp_path: Path, reserve_space: bool, direct_io: bool
 ) -> None:
-    assert forked("full:limited", str(tmp_path), reserve_space, direct_io) == []
+    assert ranks(1).run(limited, tmp_path, reserve_space, direct_io) == [[]]

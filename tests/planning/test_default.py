@@ -226,7 +226,7 @@ def test_colliding_paths_get_names_that_do_not_depend_on_the_ranks() -> None:
     def table(paths: list[tuple], rank: int) -> ChunkTable:
         return replicated([KeySpec(path, Kind.TENSOR, "bfloat16", (2,)) for path in paths], rank)
 
-    paths: list[tuple] = [("a.b",), ("a", "b"), ("a", "b.c"), ("a.b", "c")]
+    paths: list[tuple] = [("a.b",), ("a", "b"), ("a", "b.c"), ("a.b.c",)]
     plans = [
         DefaultPlanner().global_plan([table(order[:2], 0), table(order[2:], 1)])
         for order in itertools.permutations(paths)
