@@ -122,6 +122,7 @@ class _Pruner:
     removed: list[Leftover] = field(default_factory=list)
     kept: list[Leftover] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    _durable: set[str] = field(default_factory=set)
 
     def run(self, location: str) -> None:
         directory = self.storage.open(location)
@@ -190,6 +191,12 @@ class _Pruner:
             why = "data of plain DCP, which may be being written"
             self.kept.append(Leftover(os.path.join(directory.location, name), 0, why))
 
+    def _make_durable(self, directory: Directory) -> None:
+        """A commit record that only the cache knows must not lose what the one on disk names."""
+        if directory.location not in self._durable:
+            directory.sync()
+            self._durable.add(directory.location)
+
     def _remove(self, directory: Directory, name: str, why: str) -> bool:
         path = os.path.join(directory.location, name)
         try:
@@ -197,6 +204,7 @@ class _Pruner:
             if stat.S_ISDIR(status.st_mode):
                 return False
             if not self.is_dry_run:
+                self._make_durable(directory)
                 directory.delete([name])
         except FileNotFoundError:
             return False  # another prune was quicker

@@ -22,10 +22,6 @@ def test_prune_after_a_save_that_was_killed(
     assert len(found["points"]) > 20
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="prune has to sync a directory before it deletes what the record there does not name",
-)
 @pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
 def test_the_power_is_lost_after_prune(
     crash: Callable[..., Any], tmp_path: Path, serialization: str
