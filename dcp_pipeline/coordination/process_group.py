@@ -273,6 +273,8 @@ class ProcessGroupCoordinator(Coordinator):
                 break
             time.sleep(self._poll_seconds / 2)
         self._tell_lost(error.rank, error.reason)
+        # This process may end with the error, and the store with it: the others look first.
+        time.sleep(2 * self._poll_seconds)
         return self._broken(step, error.rank, error.reason)
 
     def _broken(self, step: str, rank: int, reason: str) -> CoordinationError:

@@ -265,7 +265,13 @@ class PeerFailedError(CoordinationError):
 
 
 class RollbackFailedError(CheckpointError, RuntimeError):
-    """A failed load could not be undone; the message names what is left changed."""
+    """A failed load could not be undone; the message names what is left changed.
+
+    Attributes:
+        is_shared: as in :class:`CoordinationError`.
+    """
+
+    is_shared = False
 
 
 class RemoteError(CheckpointError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dcp_pipeline.core.errors import CheckpointError, RollbackFailedError
+from dcp_pipeline.graph.runner import is_shared
 from dcp_pipeline.pipelines.load_job import LoadJob
 from dcp_pipeline.pipelines.steps.load_again import raise_if_replaced
 from dcp_pipeline.pipelines.steps.load_read import Fetched
@@ -60,18 +61,28 @@ def _agree_or_undo(
         _undo(template, job, error)
         raise_if_replaced(job, error)
         raise
-    except BaseException:
+    except CheckpointError as error:
         # The others cannot be asked any more: what can be done here is done.
-        job.rollback.run(template)
-        raise
+        problem = _undone(template, job, error)
+        if problem is None:
+            raise
+        raise problem from error
 
 
 def _undo(template: FlatState | None, job: LoadJob, error: CheckpointError) -> None:
-    problem: BaseException = b""  # type: ignore[assignment]
+    job.coordinator.exchange("rollback", _undone(template, job, error) or b"")
+
+
+def _undone(
+    template: FlatState | None, job: LoadJob, error: CheckpointError
+) -> RollbackFailedError | None:
+    """Put everything back after ``error``; what could not be."""
     try:
         job.rollback.run(template)
     except RollbackFailedError as failed:
         # Whoever has to start anew from this wants to know both.
         problem = RollbackFailedError(f"{failed}\nThe load had failed: {error}")
         problem.__cause__ = error
-    job.coordinator.exchange("rollback", problem)
+        problem.is_shared = is_shared(error)
+        return problem
+    return None
