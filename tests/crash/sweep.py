@@ -121,7 +121,12 @@ def is_committed(path: Path, before: Path) -> bool:
 
 
 def is_due(stop: Stop, made: list[Made], step: int) -> bool:
-    """Whether a stop is among those that are tried; the commit always is."""
+    """Whether a stop is among those that are tried; the commit always is.
+
+    After a change lies on the disk what lies there before the next.
+    """
+    if step > 1 and stop.when == "after" and stop.number < len(made) - 1:
+        return False
     names = [name for _, name in made]
     is_commit = ".committing.lock" in names and stop.number >= names.index(".committing.lock")
     return is_commit or stop.number % step == 0

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-SCENES = [
-    ("nothing", "torch_save"),
-    ("ours", "safetensors"),
-    ("ours", "torch_save"),
-]
+SCENES = [("ours", "safetensors"), ("ours", "torch_save")]
 
 
 @pytest.mark.parametrize(("start", "serialization"), SCENES)
