@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         StorageError as StorageError,
         TilingError as TilingError,
         UnexpectedKeyError as UnexpectedKeyError,
+        UnfinishedCommitError as UnfinishedCommitError,
         UnsafeCheckpointError as UnsafeCheckpointError,
         UnsupportedLeafError as UnsupportedLeafError,
     )
@@ -164,6 +165,7 @@ _HOME = {
         "StateError",
         "StorageError",
         "TilingError",
+        "UnfinishedCommitError",
         "UnexpectedKeyError",
         "UnsafeCheckpointError",
         "UnsupportedLeafError",

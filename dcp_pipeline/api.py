@@ -13,11 +13,11 @@ from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.core.errors import ConfigError, MissingKeyError
 from dcp_pipeline.dcp.reader import FileSystemReader
 from dcp_pipeline.dcp.writer import FileSystemWriter
-from dcp_pipeline.graph.runner import run
 from dcp_pipeline.graph.trace import Trace
 from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.pipelines.foreign import ForeignJob, foreign_load_graph, foreign_save_graph
 from dcp_pipeline.pipelines.report import LoadReport
+from dcp_pipeline.pipelines.together import run_together
 from dcp_pipeline.rules.base import matches
 from dcp_pipeline.types.dcp import (
     DefaultLoadPlanner,
@@ -260,13 +260,8 @@ def _job(
 def _save_foreign(state_dict: dict[str, Any], job: ForeignJob) -> Metadata:
     trace = Trace("save", job.coordinator.rank)
     try:
-        values = run(
-            foreign_save_graph(),
-            {"state": state_dict, "job": job},
-            trace,
-            job.coordinator.is_coordinator,
-            job.coordinator.report_failure,
-        )
+        inputs = {"state": state_dict, "job": job}
+        values = run_together(foreign_save_graph(), inputs, job.coordinator, trace)
     except BaseException:
         if isinstance(job.storage, FileSystemWriter):
             job.storage.abandon()
@@ -277,13 +272,8 @@ def _save_foreign(state_dict: dict[str, Any], job: ForeignJob) -> Metadata:
 
 def _load_foreign(state_dict: dict[str, Any], job: ForeignJob) -> LoadReport:
     trace = Trace("load", job.coordinator.rank)
-    values = run(
-        foreign_load_graph(),
-        {"state": state_dict, "job": job},
-        trace,
-        job.coordinator.is_coordinator,
-        job.coordinator.report_failure,
-    )
+    inputs = {"state": state_dict, "job": job}
+    values = run_together(foreign_load_graph(), inputs, job.coordinator, trace)
     loaded = sorted({item.dest_index.fqn for item in values["share"].items})
     where = str(getattr(job.storage, "checkpoint_id", ""))
     return LoadReport(where, "", loaded, [], [], [], [], [], [], False, 0, trace)

@@ -14,7 +14,6 @@ from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import ConfigError, RollbackFailedError
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
-from dcp_pipeline.graph.runner import run
 from dcp_pipeline.graph.trace import Trace
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.load import load_graph
@@ -24,6 +23,7 @@ from dcp_pipeline.pipelines.report import LoadReport
 from dcp_pipeline.pipelines.save import save_graph
 from dcp_pipeline.pipelines.saved import SavedMetadata
 from dcp_pipeline.pipelines.steps.load_again import Replaced
+from dcp_pipeline.pipelines.together import run_together
 
 __all__ = ["Pipeline"]
 
@@ -122,7 +122,7 @@ class Pipeline:
         job = SaveJob(self._parts, coordinator, directory)
         trace = Trace("save", coordinator.rank)
         try:
-            values = _run(self.save_graph, {"state": state, "job": job}, coordinator, trace)
+            values = run_together(self.save_graph, {"state": state, "job": job}, coordinator, trace)
             job.finish()
         except BaseException:
             job.abandon()
@@ -158,7 +158,8 @@ class Pipeline:
             job = LoadJob(self._parts, coordinator, directory, Rollback(self.config.rollback))
             trace = Trace("load", coordinator.rank)
             try:
-                values = _run(self.load_graph, {"state": state, "job": job}, coordinator, trace)
+                inputs = {"state": state, "job": job}
+                values = run_together(self.load_graph, inputs, coordinator, trace)
                 break
             except Replaced as replaced:
                 if attempt == _ATTEMPTS - 1:
@@ -208,18 +209,6 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _run(
-    graph: Graph, inputs: dict[str, Any], coordinator: Coordinator, trace: Trace
-) -> dict[str, Any]:
-    """Run a graph together with the other ranks, who hear of it at once if this one goes away."""
-    try:
-        return run(graph, inputs, trace, coordinator.is_coordinator, coordinator.report_failure)
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            coordinator.report_failure(error)
-        raise
 
 
 def _undo(job: LoadJob, error: BaseException) -> None:

@@ -27,6 +27,7 @@ The tree (a built-in in brackets is a second base, so that the obvious ``except`
     │   └── MissingFileError [FileNotFoundError] a file that the commit record names is gone
     ├── UnsafeCheckpointError [ValueError]   refused: code, a path leading out, absurd sizes
     ├── StorageError [OSError]               the system's own error, with path and room left
+    │   └── UnfinishedCommitError                committed, but it may not survive a loss of power
     ├── CoordinationError [RuntimeError]
     │   ├── NotDistributedError                  several ranks by WORLD_SIZE, but no process group
     │   ├── DisagreementError [ValueError]       ranks name different checkpoints or configs
@@ -73,6 +74,7 @@ __all__ = [
     "StorageError",
     "TilingError",
     "UnexpectedKeyError",
+    "UnfinishedCommitError",
     "UnsafeCheckpointError",
     "UnsupportedLeafError",
     "list_some",
@@ -240,6 +242,10 @@ class UnsafeCheckpointError(CheckpointError, ValueError):
 
 class StorageError(_SystemError):
     """The operating system's own error, with its ``errno``, the path, and the room left."""
+
+
+class UnfinishedCommitError(StorageError):
+    """The checkpoint was committed, but it may not be durable, or ``.metadata`` is the old one."""
 
 
 class CoordinationError(CheckpointError, RuntimeError):

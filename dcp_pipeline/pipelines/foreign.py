@@ -170,13 +170,14 @@ def _plan_load(collected: dict[str, Any], job: ForeignJob) -> LoadPlan:
     reader: StorageReader = job.storage
     try:
         metadata = reader.read_metadata()
-    except Exception:
+    except Exception as error:
         # A checkpoint without collectives has metadata per rank only.
         if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
             raise
         try:
             metadata = reader.read_metadata(rank=job.coordinator.rank)
-        except Exception as error:
+        except FileNotFoundError:
+            # There is none of either kind: what was wrong with the first is what matters.
             raise error from None
         job.use_collectives = False
     planner.set_up_planner(collected, metadata, job.coordinator.is_coordinator)

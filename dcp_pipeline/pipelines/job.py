@@ -39,6 +39,7 @@ class SaveJob:
             committed them.
         has_tried_to_commit: on the coordinator, whether the commit record may be replaced by now.
         empty: containers of this rank's state that held nothing.
+        is_tidy: on the coordinator, whether nothing is left over that only the marker names.
         heartbeat, plan, committed: on the coordinator only.
     """
 
@@ -49,6 +50,7 @@ class SaveJob:
     written: list[str] = field(default_factory=list)
     may_delete: bool = True
     has_tried_to_commit: bool = False
+    is_tidy: bool = False
     empty: list[tuple[Path, str]] = field(default_factory=list)
     heartbeat: Heartbeat | None = None
     plan: CoordinatorPlan | None = None
@@ -65,7 +67,7 @@ class SaveJob:
             # One that cannot be removed is no reason to leave the others.
             _remove(self.directory, name)
         if self.heartbeat is not None:
-            self.heartbeat.stop(remove=self.may_delete or self.committed is not None)
+            self.heartbeat.stop(remove=self.may_delete or self.is_tidy)
 
     def finish(self) -> None:
         """Remove the marker of a save that is committed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,13 +77,13 @@ class Rollback:
             failed.append("tensors, which rollback=verify_first keeps no copies of")
         with torch.no_grad():
             for tensor, old in reversed(self._copies):
-                _try(lambda: tensor.copy_(old), "a tensor", failed)  # noqa: B023
+                _try(partial(tensor.copy_, old), "a tensor", failed)
         _try(self.containers.run, "containers", failed)
         if flat is not None and self._expanded:
             _try(lambda: assign(flat, self._old_values, Undo()), "values", failed)
         for entry in reversed(self._expanded):
             name = dotted(entry.path) or type(entry.owner).__name__
-            _try(lambda: entry.owner.load_state_dict(entry.state), name, failed)  # noqa: B023
+            _try(partial(entry.owner.load_state_dict, entry.state), name, failed)
         self._copies.clear()
         self._expanded.clear()
         self._overwritten = 0

@@ -106,6 +106,10 @@ class FileChanges:
         """
         os.symlink(text, path)
 
+    def link(self, source: str, target: str) -> None:
+        """A further name of a file or a link; ``FileExistsError`` if the name is taken."""
+        os.link(source, target, follow_symlinks=False)
+
     def remove(self, path: str) -> None:
         """Remove a file; ``FileNotFoundError`` if it is not there."""
         os.unlink(path)

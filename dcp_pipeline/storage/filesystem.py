@@ -17,21 +17,18 @@ from dcp_pipeline.core.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from dcp_pipeline.core.liveness import ProcessIdentity, give_up, is_given_up
 from dcp_pipeline.core.manifest import safe_name
 from dcp_pipeline.storage.base import Directory, Observer, Segments, Source, Storage
 from dcp_pipeline.storage.changes import FileChanges
+from dcp_pipeline.storage.commit_lock import LOCK, CommitLock
 from dcp_pipeline.storage.file_source import FileSource
 from dcp_pipeline.storage.file_writer import BufferPool, stream_to_file
 
 __all__ = ["FileSystemStorage", "local_path"]
 
-LOCK = ".committing.lock"
-_LOCK_TIMEOUT = 30.0
 _ATTEMPTS = 2
 # Opening a pipe would wait for somebody to write into it.
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def local_path(checkpoint_id: str | os.PathLike[str]) -> str:
@@ -219,7 +216,7 @@ class FileSystemDirectory(Directory):
         expected: bytes | None,
         also: Sequence[tuple[str, bytes | None]],
     ) -> None:
-        with self._locked():
+        with self._locked() as lock:
             found = self.read(name) if self.exists(name) else None
             if found != expected:
                 raise ConcurrentSaveError(
@@ -227,6 +224,7 @@ class FileSystemDirectory(Directory):
                     " saves into the same checkpoint. What this save wrote is not part of it"
                 )
             self._remove_temporaries([LOCK, name, *(other for other, _ in also)])
+            lock.check()
             self._replace(name, data)
             # The others may only be on the disk once the record is: it names what it supersedes.
             self.sync()
@@ -238,7 +236,7 @@ class FileSystemDirectory(Directory):
             self.sync()
 
     def _remove_temporaries(self, names: Iterable[str]) -> None:
-        """What a process has left that was killed in `_replace` or `_break_lock`."""
+        """What a process has left that was killed while it replaced a file or broke a lock."""
         stems = {f".{name.lstrip('.')}" for name in names}
         self.delete(found for found in self.names() if _stem(found) in stems)
 
@@ -250,7 +248,7 @@ class FileSystemDirectory(Directory):
         stems = {f".{name.lstrip('.')}" for name in (*names, LOCK)}
         found = self.names()
         with contextlib.suppress(FileNotFoundError):
-            if LOCK in found and self._holds(self._path(LOCK)):
+            if LOCK in found and self._lock().is_alive():
                 return []
         return [name for name in found if name == LOCK or _stem(name) in stems]
 
@@ -275,77 +273,14 @@ class FileSystemDirectory(Directory):
                 raise
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        path = self._path(LOCK)
-        owner = ProcessIdentity.current().encode(nonce=os.urandom(8).hex())
-        self._wait_for_lock(path, owner)
-        try:
-            yield
-        finally:
-            try:
-                self.delete([LOCK])
-            except BaseException:
-                give_up(owner.decode())
-                raise
+    def _locked(self) -> Iterator[CommitLock]:
+        lock = self._lock()
+        with self._system_errors(self._path(LOCK), len(lock.text)), lock.held():
+            yield lock
 
-    def _wait_for_lock(self, path: str, owner: bytes) -> None:
-        deadline = time.monotonic() + _LOCK_TIMEOUT
-        while True:
-            try:
-                return self._take_lock(path, owner)
-            except FileExistsError:
-                if self._break_lock(path):
-                    continue
-                if time.monotonic() > deadline:
-                    raise ConcurrentSaveError(
-                        f"another save is committing into {self.location}: {path} is held"
-                    ) from None
-                time.sleep(0.05)
-            except OSError as error:
-                self._give_back(path, owner)
-                raise self._storage_error(error, path, len(owner)) from error
-
-    def _take_lock(self, path: str, owner: bytes) -> None:
-        # A link appears together with its text: a process that is killed here never leaves a lock
-        # that does not say whose it is.
-        try:
-            self._changes.symlink(owner.decode(), path)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            self._write_small(path, owner)
-
-    def _give_back(self, path: str, owner: bytes) -> None:
-        """Remove a lock that was taken although the file system reported an error."""
-        give_up(owner.decode())
-        with contextlib.suppress(OSError):
-            if _text_of(path) == owner:
-                self._changes.remove(path)
-
-    def _break_lock(self, path: str) -> bool:
-        """Remove the lock of a process that is gone; whether it is worth trying again at once."""
-        try:
-            if self._holds(path):
-                return False
-        except FileNotFoundError:
-            return True
-        # Taken aside under a name of our own first: whoever wins the rename breaks the lock.
-        aside = f"{path}.{os.urandom(4).hex()}.tmp"
-        try:
-            self._changes.replace(path, aside)
-        except FileNotFoundError:
-            return True
-        with contextlib.suppress(FileNotFoundError):  # whoever has the lock by now tidies up too
-            self._changes.remove(aside)
-        return True
-
-    def _holds(self, path: str) -> bool:
-        """Whether the owner of a lock may still be there."""
-        age = time.time() - os.lstat(path).st_mtime
-        text = _text_of(path)
-        holder = ProcessIdentity.parse(text)
-        is_gone = is_given_up(os.fsdecode(text)) or (holder is not None and holder.is_gone())
-        return not is_gone and age < self._storage.stale_after
+    def _lock(self) -> CommitLock:
+        stale_after = self._storage.stale_after
+        return CommitLock(self._changes, self.location, stale_after, self._write_small)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -385,13 +320,3 @@ class FileSystemDirectory(Directory):
 def _stem(name: str) -> str | None:
     """What a temporary file is the new text of, with a point before it."""
     return name[: -len(".01234567.tmp")] if name.endswith(".tmp") else None
-
-
-def _text_of(path: str) -> bytes:
-    try:
-        return os.fsencode(os.readlink(path))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    with open(path, "rb") as file:
-        return file.read()

@@ -238,6 +238,33 @@ def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
         dcp_pipeline.load(state(), storage_reader=FileSystemReader(tmp_path))
 
 
+@pytest.mark.parametrize("planner", [None, dcp.DefaultLoadPlanner(), Prefixed()])
+def test_what_is_missing_is_named_whatever_the_planner(tmp_path: Path, planner: Any) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        dcp_pipeline.load(state(), checkpoint_id=tmp_path / "nowhere", planner=planner)
+    with pytest.raises(dcp.CheckpointException):
+        dcp_pipeline.load(state(), checkpoint_id=tmp_path / "nowhere", planner=planner)
+
+
+class NodeError(Exception):
+    """Of a user, raised behind the last agreement."""
+
+
+def test_an_error_of_one_rank_alone_is_torchs_too(tmp_path: Path) -> None:
+    def fail(manifest: Any) -> None:
+        raise NodeError("at the very end")
+
+    pipeline = dcp_pipeline.Pipeline(
+        dcp_pipeline.PipelineConfig(),
+        save_nodes=[dcp_pipeline.Node("late", fail, ("manifest",), ("nothing",))],
+    )
+    with pipeline, pytest.raises(NodeError, match="at the very end") as caught:
+        pipeline.save(state(), tmp_path)
+    assert isinstance(caught.value, dcp.CheckpointException)
+    assert isinstance(caught.value.__cause__, NodeError)
+    assert set(caught.value.failures) == {0}
+
+
 def test_without_collectives(tmp_path: Path) -> None:
     dcp_pipeline.save(state(), checkpoint_id=tmp_path, use_collectives=False)
     assert (tmp_path / "__0.metadata").exists()

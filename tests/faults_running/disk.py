@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcp_pipeline.core.errors import UnfinishedCommitError
 from tests.faults_running.faulty import SPACE_CODES, TAKES_SPACE, Fault, FaultyChanges, Made
 from tests.faults_running.jobs import (
     check_loads,
@@ -81,9 +82,13 @@ def _try(path: Path, fault: Fault, may_leave: bool) -> Iterable[str]:
             yield from (
                 f"{where}: {problem}" for problem in problems_of_error(error, fault, path, where)
             )
-            if listing(path) != before and not may_leave:
+            if isinstance(error, UnfinishedCommitError):
+                if COMMIT not in changes.made[: fault.number + fault.is_done]:
+                    yield f"{where}: nothing was committed yet"
+                yield from _unfinished(path, before)
+            elif listing(path) != before and not may_leave:
                 yield f"{where}: it left {set(listing(path)) ^ set(before)}"
-            if before:
+            elif before:
                 yield from _wrong(where, lambda: check_loads(path, 1))
         for number, target in enumerate((path.parent / "elsewhere", path)):
             try:
@@ -136,14 +141,23 @@ def _try_on_ranks(path: Path, fault: Fault, rank: int) -> Iterable[str]:
         dist.barrier()
         if error is not None:
             yield from problems_of_error(error, fault, path, None, rank)
-            if listing(path) != before:
+            if isinstance(error, UnfinishedCommitError):
+                yield from _unfinished(path, before)
+            elif listing(path) != before:
                 yield f"it left {set(listing(path)) ^ set(before)}"
-        generation = 1 if error else 2
+        generation = 1 if error and not isinstance(error, UnfinishedCommitError) else 2
         if _agreed(generation, rank) != generation:
             yield f"only one of the ranks raised: {error!r}"
         yield from _wrong(("load", ""), lambda: check_loads(path, generation))
         pipeline.save(state_of(3), path.parent / "elsewhere")
         yield from _wrong(("elsewhere", ""), lambda: check_loads(path.parent / "elsewhere", 3))
+
+
+def _unfinished(path: Path, before: list[str]) -> Iterable[str]:
+    """What is wrong after a commit whose end failed: the new one is there, and all of the old."""
+    yield from _wrong(("unfinished", ""), lambda: check_loads(path, 2))
+    if not set(before) <= set(listing(path)):
+        yield f"it deleted {set(before) - set(listing(path))}"
 
 
 def _harmless(where: Made, fault: Fault) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from dcp_pipeline.core.errors import CoordinationError, RollbackFailedError
 from dcp_pipeline.graph.node import Node
@@ -151,6 +152,8 @@ def _ended_by(scene: Scene, action: Callable[[], Any]) -> list[str]:
     except (CoordinationError, RollbackFailedError) as error:
         seconds = time.monotonic() - started
         problems = [f"it took {seconds:.1f} s"] if seconds > TIMEOUT + SPARE else []
+        if not isinstance(error, TorchCheckpointException):
+            problems.append(f"{type(error).__mro__} is not torch's")
         is_said = scene.how == "cut" or f"rank {scene.victim}" in str(error)
         if isinstance(error, RollbackFailedError) and not _keeps_nothing(scene):
             problems.append(f"not put back: {error}")

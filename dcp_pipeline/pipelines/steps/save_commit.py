@@ -16,6 +16,7 @@ from dcp_pipeline.core.errors import (
     CoordinationError,
     FormatError,
     PeerFailedError,
+    UnfinishedCommitError,
 )
 from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.manifest import FileEntry, Manifest, SumsEntry, check_places
@@ -62,7 +63,8 @@ def commit(
 
 def _is_abort(error: BaseException) -> bool:
     """Whether the coordinator has said that nothing was committed."""
-    is_open = isinstance(error, CoordinationError) and not isinstance(error, PeerFailedError)
+    is_open = isinstance(error, (CoordinationError, UnfinishedCommitError))
+    is_open = is_open and not isinstance(error, PeerFailedError)
     return isinstance(error, CheckpointException) and not is_open
 
 
@@ -101,6 +103,7 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
 
     Raises:
         ConcurrentSaveError: another save has committed meanwhile.
+        UnfinishedCommitError: this one has, but it may not be durable.
         CoordinationError: it cannot be told whether this one has.
     """
     plan, directory, name = job.plan, job.directory, job.parts.layout.record
@@ -121,11 +124,17 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
         if not _is_committed(directory, name, record, plan.record, error):
             job.has_tried_to_commit = False
             raise
-        # It may not be durable, and a loss of power bring the old one back, so its files stay.
+        # A loss of power may bring the old one back, so its files stay.
         job.committed = manifest
         if not isinstance(error, Exception):
             raise
-        return record
+        raise UnfinishedCommitError(
+            f"{directory.location} holds the new checkpoint, but the save could not be finished:"
+            f" {str(error) or type(error).__name__}. It may not survive a loss of power, and"
+            " plain DCP may see the one before. Nothing was deleted; save once more",
+            directory.location,
+            getattr(error, "errno", None),
+        ) from error
     job.committed = manifest
     _tidy(job, plan, record)
     return record
@@ -144,11 +153,6 @@ def _is_committed(
     except CheckpointError as reading:
         raise CoordinationError(f"{_UNCERTAIN}: {error}; then {reading}") from error
     if found == record:
-        logger.warning(
-            "the save into %s is committed, but finishing it failed: %s",
-            directory.location,
-            str(error) or type(error).__name__,
-        )
         return True
     if found == before:
         return False
@@ -231,5 +235,6 @@ def _tidy(job: SaveJob, plan: CoordinatorPlan, record: bytes) -> None:
         if plan.replaced:
             # Only the marker names them, so it may go once they are gone for good.
             directory.sync()
+        job.is_tidy = True
     except (CheckpointError, OSError) as error:
         logger.warning("old files in %s could not be removed: %s", directory.location, error)
