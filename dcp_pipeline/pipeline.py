@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from dcp_pipeline.config.compose import compose, load_mapping
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.core.coordinator import Coordinator
-from dcp_pipeline.core.errors import ConfigError, RollbackFailedError
+from dcp_pipeline.core.errors import ConfigError, RollbackFailedError, StateError
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.graph.trace import Trace
@@ -100,6 +101,8 @@ class Pipeline:
         process_group: Any = None,
         no_dist: bool = False,
         coordinator_rank: int = 0,
+        notes: Mapping[str, Any] | None = None,
+        guard: Callable[[], None] | None = None,
     ) -> SavedMetadata:
         """Save ``state`` on all ranks together and commit it once.
 
@@ -110,6 +113,9 @@ class Pipeline:
             process_group: the ranks that save, ``None`` for all.
             no_dist: save this process alone.
             coordinator_rank: rank in the group that decides.
+            notes: kept in the manifest, as plain JSON data.
+            guard: called on the coordinator before anything is written and again right before
+                the commit; what it raises fails the save on all ranks.
 
         Returns:
             DCP's metadata of what was saved, made when it is first looked at, with ``trace``.
@@ -119,7 +125,8 @@ class Pipeline:
         """
         coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
         directory = self._parts.storage.open(_as_text(checkpoint_id))
-        job = SaveJob(self._parts, coordinator, directory)
+        job = SaveJob(self._parts, coordinator, directory, _checked_notes(notes))
+        job.guard = guard or job.guard
         trace = Trace("save", coordinator.rank)
         try:
             values = run_together(self.save_graph, {"state": state, "job": job}, coordinator, trace)
@@ -129,6 +136,7 @@ class Pipeline:
             raise
         if coordinator.is_coordinator:
             logger.info("saved %s in %.3f s: %s", directory.location, trace.seconds, trace)
+        trace.slowest_writer = job.slowest_writer
         return SavedMetadata(values["manifest"], directory.location, trace)
 
     def load(
@@ -217,6 +225,14 @@ def _undo(job: LoadJob, error: BaseException) -> None:
         job.rollback.run(job.template)
     except RollbackFailedError as failed:
         error.add_note(str(failed))
+
+
+def _checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    try:
+        checked: dict[str, Any] = json.loads(json.dumps(dict(notes or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise StateError(f"the notes of a checkpoint are plain JSON data: {error}") from error
+    return checked
 
 
 def _as_text(checkpoint_id: str | os.PathLike[str]) -> str:

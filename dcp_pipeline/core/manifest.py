@@ -81,6 +81,7 @@ class Manifest:
         files, sums: what lies in the directory.
         metadata: the ``.metadata`` written along, if any.
         superseded: digest of the ``.metadata`` that this save replaces, if there was one.
+        notes: what the caller wants to know of the checkpoint later, as plain JSON data.
     """
 
     save_id: str
@@ -99,6 +100,7 @@ class Manifest:
     empty: tuple[tuple[Path, str], ...] = ()
     metadata: MetadataEntry | None = None
     superseded: str | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_foreign(self) -> bool:
@@ -120,6 +122,7 @@ class Manifest:
             "metadata": None if self.metadata is None else _plain(self.metadata),
             "superseded": self.superseded,
             "config": dict(self.config),
+            "notes": dict(self.notes),
             "keys": [_encode_key(*row) for row in zip(self.names, self.table.keys, strict=True)],
             "empty": [[encode_path(path), kind] for path, kind in self.empty],
             "files": [[entry.name, entry.size] for entry in self.files],
@@ -255,6 +258,7 @@ def _decode(members: dict[str, Any]) -> Manifest:
         if metadata is None
         else MetadataEntry(_size(metadata["size"]), str(metadata["digest"])),
         superseded=None if superseded is None else str(superseded),
+        notes=dict(members.get("notes") or {}),
     )
     check_places(manifest)
     return manifest

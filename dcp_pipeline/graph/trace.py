@@ -41,11 +41,14 @@ class Trace:
         graph: ``save`` or ``load``.
         rank: of this process.
         timings: one per node.
+        slowest_writer: on the coordinator of a save, the rank whose write took longest, and the
+            seconds.
     """
 
     graph: str
     rank: int
     timings: list[NodeTiming] = field(default_factory=list)
+    slowest_writer: tuple[int, float] | None = None
 
     @property
     def seconds(self) -> float:

@@ -6,8 +6,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import CheckpointError, PeerFailedError
@@ -38,19 +39,26 @@ class SaveJob:
         may_delete: whether this rank may still delete them: until the coordinator may have
             committed them.
         has_tried_to_commit: on the coordinator, whether the commit record may be replaced by now.
+        notes: kept in the manifest, as plain JSON data.
+        guard: called on the coordinator before anything is written and again right before the
+            commit; what it raises fails the save.
         empty: containers of this rank's state that held nothing.
         is_tidy: on the coordinator, whether nothing is left over that only the marker names.
+        slowest_writer: on the coordinator, the rank whose write took longest, and the seconds.
         heartbeat, plan, committed: on the coordinator only.
     """
 
     parts: Parts
     coordinator: Coordinator
     directory: Directory
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    guard: Callable[[], None] = lambda: None
     save_id: str = ""
     written: list[str] = field(default_factory=list)
     may_delete: bool = True
     has_tried_to_commit: bool = False
     is_tidy: bool = False
+    slowest_writer: tuple[int, float] | None = None
     empty: list[tuple[Path, str]] = field(default_factory=list)
     heartbeat: Heartbeat | None = None
     plan: CoordinatorPlan | None = None

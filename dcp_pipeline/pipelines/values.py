@@ -39,6 +39,7 @@ class Receipt:
         sums: the file with their digests, ``None`` for a rank without files.
         file, offset, length, payload: ``[n]`` as in a :class:`ChunkTable`.
         nbytes: bytes of all files.
+        seconds: what writing them took.
     """
 
     files: tuple[FileEntry, ...]
@@ -48,6 +49,7 @@ class Receipt:
     length: Column
     payload: Column
     nbytes: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

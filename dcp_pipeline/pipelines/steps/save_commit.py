@@ -70,6 +70,7 @@ def _is_abort(error: BaseException) -> bool:
 
 def _encode(receipt: Receipt) -> bytes:
     header = {
+        "seconds": receipt.seconds,
         "files": [[entry.name, entry.size] for entry in receipt.files],
         "sums": receipt.sums and [receipt.sums.name, receipt.sums.size, receipt.sums.digest],
     }
@@ -115,6 +116,7 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
             f"{marker} is gone from {directory.location}: another process took this save for dead,"
             " and removes what it has written. storage.stale_after_seconds says after how long"
         )
+    job.guard()
     job.has_tried_to_commit = True
     try:
         directory.commit(name, record, plan.record, also)
@@ -168,8 +170,10 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
     }
     table = plan.table
     planned = np.bincount(table.owner, minlength=len(messages))
+    seconds: list[float] = []
     for rank, message in enumerate(messages):
         header, (packed,) = unframe(message)
+        seconds.append(header["seconds"])
         received = unpack_columns(packed)
         count = len(received["file"])
         if count != planned[rank] or bool(count) != bool(header["sums"]):
@@ -183,6 +187,7 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
         if header["sums"]:
             sums.append(SumsEntry(*header["sums"]))
     places = {name: np.concatenate(parts) for name, parts in columns.items()}
+    job.slowest_writer = max(zip(seconds, range(len(seconds)), strict=True))[::-1]
     placed = ChunkTable.from_columns(table.keys, table.columns("key", "owner") | places)
     layout = job.parts.layout
     assert job.plan is not None
@@ -202,6 +207,7 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
         config=job.parts.recorded_config(),
         empty=job.plan.empty,
         superseded=job.plan.superseded,
+        notes=job.notes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ def write_items(items: list[Item], job: SaveJob) -> Receipt:
     if not items:
         nothing = np.zeros(0, np.int64)
         return Receipt((), None, nothing, nothing, nothing, nothing, 0)
+    started = time.perf_counter()
     parts = split_evenly([_nbytes(item) for item in items], job.parts.storage.thread_count)
     files = _write_files(job, [items[part] for part in parts])
     entries = tuple(FileEntry(file.sums.name, file.image.size) for file in files)
@@ -49,6 +51,7 @@ def write_items(items: list[Item], job: SaveJob) -> Receipt:
         length=np.concatenate([image.length for image in images]),
         payload=np.concatenate([image.payload for image in images]),
         nbytes=sum(image.size for image in images),
+        seconds=time.perf_counter() - started,
     )
 
 
