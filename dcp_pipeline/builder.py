@@ -59,6 +59,10 @@ class PipelineBuilder:
         """Choose where the bytes go."""
         return self._set("storage", _part("storage", kind, fields))
 
+    def manager(self, kind: str | KindConfig, **fields: Any) -> Self:
+        """Say when a run saves, which steps stay, and when it stops."""
+        return self._set("manager", _part("manager", kind, fields))
+
     def strict(self, strict: bool | Mapping[str, bool]) -> Self:
         """Say whether a load fails on missing and unexpected keys; whole, or by pattern."""
         return self._set("strict", strict)

@@ -9,7 +9,14 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, SerializeAsAny, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from dcp_pipeline.config.kinds import kind_config
@@ -67,6 +74,7 @@ class PipelineConfig(FrozenModel):
         serialization: how an item becomes bytes.
         layout: how a checkpoint is laid out in a directory.
         storage: where the bytes go.
+        manager: when a run saves, which steps stay, and when it stops.
         rollback: how a failed load is undone: ``copy`` keeps the old values meanwhile,
             ``verify_first`` reads everything twice, ``none`` leaves what was loaded.
         strict: whether a load fails on missing and unexpected keys; whole, or by pattern on
@@ -94,6 +102,10 @@ class PipelineConfig(FrozenModel):
     layout: Annotated[SerializeAsAny[KindConfig], _group("layout", "dcp")] = DcpLayoutConfig()
     storage: Annotated[SerializeAsAny[KindConfig], _group("storage", "filesystem")] = (
         FileSystemConfig()
+    )
+    # By name, since the manager stands above the config.
+    manager: Annotated[SerializeAsAny[KindConfig], _group("manager", "default")] = Field(
+        default_factory=partial(kind_config, "manager", "default", "default")
     )
     rollback: Literal["copy", "verify_first", "none"] = "copy"
     strict: Annotated[bool | dict[str, bool], BeforeValidator(_strictness)] = True

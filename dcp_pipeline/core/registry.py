@@ -22,7 +22,7 @@ from dcp_pipeline.core.kind import KindConfig
 
 __all__ = ["GROUPS", "TRANSFORM", "did_you_mean", "kinds", "model_of", "register", "unregister"]
 
-GROUPS = ("stager", "planner", "coordination", "serialization", "layout", "storage")
+GROUPS = ("stager", "planner", "coordination", "serialization", "layout", "storage", "manager")
 """The groups of a pipeline, in the order in which they are shown."""
 
 TRANSFORM = "transform"
@@ -47,6 +47,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "filesystem": "dcp_pipeline.storage.config:FileSystemConfig",
         "memory": "dcp_pipeline.storage.config:MemoryConfig",
     },
+    "manager": {"default": "dcp_pipeline.manager.config:ManagerConfig"},
     TRANSFORM: {
         "cast": "dcp_pipeline.rules.config:CastConfig",
         "exclude": "dcp_pipeline.rules.config:ExcludeConfig",

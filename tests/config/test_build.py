@@ -24,6 +24,7 @@ MADE = {
     ("layout", "dcp"): "layout.dcp:DcpLayout",
     ("storage", "filesystem"): "storage.filesystem:FileSystemStorage",
     ("storage", "memory"): "storage.memory:MemoryStorage",
+    ("manager", "default"): "manager.retention:Retention",
     ("transform", "cast"): "rules.cast:CastRule",
     ("transform", "exclude"): "rules.exclude:ExcludeRule",
     ("transform", "include"): "rules.include:IncludeRule",

@@ -20,6 +20,7 @@ EVERYTHING: dict[str, Any] = {
     "serialization": {"kind": "torch_save", "safe_globals": ["mypkg.Thing"]},
     "layout": {"checksum": "sha256", "block_bytes": "128KiB"},
     "storage": FileSystemConfig(thread_count=4),
+    "manager": {"keep_last": 3, "stop_signals": ["SIGUSR1"]},
     "rollback": "none",
     "strict": {"model": False, "model.head": True},
     "casts": ["optimizer.*", {"keys": "*", "source": "float32", "target": "bfloat16"}],
@@ -47,6 +48,7 @@ def test_defaults() -> None:
         "serialization": "torch_save",
         "layout": "dcp",
         "storage": "filesystem",
+        "manager": "default",
     }
     rest = {key: value for key, value in config.to_dict().items() if key not in GROUPS}
     assert rest == {
