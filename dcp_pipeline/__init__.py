@@ -93,6 +93,12 @@ if TYPE_CHECKING:
     from dcp_pipeline.state.app_state import (
         AppState as AppState,
     )
+    from dcp_pipeline.state.rank_local import (
+        RankLocal as RankLocal,
+    )
+    from dcp_pipeline.state.rng import (
+        RngState as RngState,
+    )
     from dcp_pipeline.tools.verify import (
         verify as verify,
     )
@@ -193,6 +199,8 @@ _HOME = {
         "LoadReport",
     ),
     "dcp_pipeline.state.app_state": ("AppState",),
+    "dcp_pipeline.state.rank_local": ("RankLocal",),
+    "dcp_pipeline.state.rng": ("RngState",),
     "dcp_pipeline.tools.verify": ("verify",),
     "dcp_pipeline.types.dcp": (
         "AsyncStager",

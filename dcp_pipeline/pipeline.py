@@ -191,6 +191,7 @@ class Pipeline:
             shapes=found.shapes,
             dtypes=found.dtypes,
             not_requested=found.not_requested,
+            resized=found.resized,
             casts=job.casts,
             is_verified=job.is_verified,
             bytes_read=job.bytes_read,

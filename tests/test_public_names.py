@@ -35,6 +35,8 @@ OURS = {
     "Pipeline",
     "PipelineBuilder",
     "PipelineConfig",
+    "RankLocal",
+    "RngState",
     "Trace",
     "Where",
     "load",

@@ -14,7 +14,8 @@ The tree (a built-in in brackets is a second base, so that the obvious ``except`
     │   ├── MissingKeyError [KeyError]
     │   ├── UnexpectedKeyError [KeyError]
     │   ├── ShapeMismatchError
-    │   └── DtypeMismatchError [TypeError]
+    │   ├── DtypeMismatchError [TypeError]
+    │   └── WorldSizeMismatchError [StateError]  values of single ranks, saved by more or fewer
     ├── CheckpointNotFoundError [FileNotFoundError]
     │   └── IncompleteCheckpointError            data is there, but nothing was ever committed
     ├── CheckpointExistsError [FileExistsError]
@@ -77,6 +78,7 @@ __all__ = [
     "UnfinishedCommitError",
     "UnsafeCheckpointError",
     "UnsupportedLeafError",
+    "WorldSizeMismatchError",
     "list_some",
 ]
 
@@ -146,6 +148,7 @@ class LoadMismatchError(CheckpointError, ValueError):
         unexpected: keys that the checkpoint holds and no rank wants.
         shapes: ``(key, shape in the checkpoint, shape in the template)``.
         dtypes: ``(key, dtype in the checkpoint, dtype in the template)``.
+        world_sizes: ``(key, ranks that saved, ranks that load)`` of values of single ranks.
     """
 
     def __init__(
@@ -155,12 +158,14 @@ class LoadMismatchError(CheckpointError, ValueError):
         unexpected: Sequence[str] = (),
         shapes: Sequence[tuple[str, object, object]] = (),
         dtypes: Sequence[tuple[str, object, object]] = (),
+        world_sizes: Sequence[tuple[str, object, object]] = (),
     ) -> None:
         super().__init__(message)
         self.missing = list(missing)
         self.unexpected = list(unexpected)
         self.shapes = list(shapes)
         self.dtypes = list(dtypes)
+        self.world_sizes = list(world_sizes)
 
 
 class MissingKeyError(LoadMismatchError, KeyError):
@@ -177,6 +182,10 @@ class ShapeMismatchError(LoadMismatchError):
 
 class DtypeMismatchError(LoadMismatchError, TypeError):
     """A tensor whose dtype in the checkpoint is not the template's, with no cast declared."""
+
+
+class WorldSizeMismatchError(LoadMismatchError, StateError):
+    """Values of single ranks that another number of ranks has saved, with no rule for that."""
 
 
 class _SystemError(CheckpointError, OSError):

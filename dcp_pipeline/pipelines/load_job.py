@@ -18,7 +18,10 @@ from dcp_pipeline.core.table import Kind
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.report import CastRecord
 from dcp_pipeline.state.flatten import Expanded, FlatState, Undo, assign
+from dcp_pipeline.state.placing import copied
+from dcp_pipeline.state.rng import RngState
 from dcp_pipeline.storage.base import Directory
+from dcp_pipeline.types.dcp import Stateful
 
 __all__ = ["LoadJob", "Rollback"]
 
@@ -37,6 +40,9 @@ class Rollback:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._expanded: list[Expanded] = []
         self._old_values: dict[Path, Any] = {}
+        self._local: list[tuple[str, Callable[[], Any]]] = []
+        self._last: list[tuple[str, Callable[[], Any]]] = []
+        self._old_states: dict[int, Any] = {}
         self.containers = Undo()
 
     @property
@@ -57,8 +63,31 @@ class Rollback:
         self._old_values = {
             leaf.path: copy.deepcopy(leaf.value)
             for leaf in flat.leaves
-            if leaf.kind is not Kind.TENSOR and any(is_prefix(path, leaf.path) for path in owners)
+            # Of tensors and arrays, which are read in place, :meth:`keep` has copies.
+            if leaf.kind not in (Kind.TENSOR, Kind.ARRAY)
+            and any(is_prefix(path, leaf.path) for path in owners)
+            and flat.local_at(leaf.path) is None
         }
+
+    def keep_objects(self, flat: FlatState) -> None:
+        """Copy the states of objects within a :class:`RankLocal`, before anything is read."""
+        if self._mode != "none":
+            self._old_states = {
+                id(entry.owner): copied(entry.state)
+                for entry in flat.expanded
+                if flat.local_at(entry.path) is not None
+            }
+
+    def placing(self, name: str, step: Callable[[], Any]) -> None:
+        """Note how a change within a :class:`RankLocal` is taken back."""
+        if self._mode != "none":
+            self._local.append((name, step))
+
+    def loading(self, name: str, owner: Stateful) -> None:
+        """Note that an object within a :class:`RankLocal` is about to take its new state."""
+        if self._mode != "none":
+            steps = self._last if isinstance(owner, RngState) else self._local
+            steps.append((name, partial(owner.load_state_dict, self._old_states[id(owner)])))
 
     def applying(self, entry: Expanded) -> None:
         """Note that an object is about to take its new state."""
@@ -73,6 +102,8 @@ class Rollback:
         if self._mode == "none":
             return
         failed: list[str] = []
+        for name, step in reversed(self._local):
+            _try(step, name, failed)
         if self._overwritten:
             failed.append("tensors, which rollback=verify_first keeps no copies of")
         with torch.no_grad():
@@ -81,16 +112,25 @@ class Rollback:
         _try(self.containers.run, "containers", failed)
         if flat is not None and self._expanded:
             _try(lambda: assign(flat, self._old_values, Undo()), "values", failed)
-        for entry in reversed(self._expanded):
+        # What others draw while they are put back must not be missing from the random states.
+        for entry in sorted(reversed(self._expanded), key=_is_random):
             name = dotted(entry.path) or type(entry.owner).__name__
             _try(partial(entry.owner.load_state_dict, entry.state), name, failed)
+        for name, step in reversed(self._last):
+            _try(step, name, failed)
         self._copies.clear()
         self._expanded.clear()
+        self._local.clear()
+        self._last.clear()
         self._overwritten = 0
         if failed:
             raise RollbackFailedError(
                 f"the load failed and could not be undone; left changed: {list_some(failed)}"
             )
+
+
+def _is_random(entry: Expanded) -> bool:
+    return isinstance(entry.owner, RngState)
 
 
 def _try(action: Callable[[], Any], name: str, failed: list[str]) -> None:

@@ -36,6 +36,8 @@ class LoadReport:
         missing, unexpected, shapes, dtypes: differences that a lenient load left alone, as in
             :class:`LoadMismatchError`.
         not_requested: keys in sections of the checkpoint that the template does not have.
+        resized: values of single ranks (:class:`RankLocal`) that another number of ranks has saved:
+            key, ranks that saved, ranks that loaded. Each was treated as its ``on_resize`` says.
         casts: conversions made.
         is_verified: whether everything that was read was checked against a digest.
         bytes_read: from storage, on this rank.
@@ -54,3 +56,4 @@ class LoadReport:
     is_verified: bool
     bytes_read: int
     trace: Trace = field(repr=False)
+    resized: list[tuple[str, object, object]] = field(default_factory=list)

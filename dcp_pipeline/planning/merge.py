@@ -109,7 +109,8 @@ class _Union:
         if self._conflicts:
             raise ShapeConflictError(
                 f"ranks disagree about {len(self._conflicts)} keys: {list_some(self._conflicts)}."
-                " A key is one tensor for all ranks: use a DTensor for shards, or different keys"
+                " A key is one tensor for all ranks: use a DTensor for shards, and RankLocal for"
+                " what each rank has of its own"
             )
 
     def specs(self) -> list[KeySpec]:

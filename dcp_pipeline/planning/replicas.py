@@ -67,7 +67,7 @@ def check_replicas_equal(table: ChunkTable, groups: ReplicaGroups, names: Sequen
         problems.append(f"{names[table.key[rows[0]]]!r} ({sides} differ)")
     raise ReplicaMismatchError(
         f"{len(problems)} keys hold different values on different ranks: {list_some(problems)}."
-        " Only one of them would be kept. Give per-rank values different keys (RankLocal does it),"
+        " Only one of them would be kept. Wrap what each rank has of its own in RankLocal,"
         " or set planner.check_replicas=false to keep the lowest rank's"
     )
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from dcp_pipeline.core.errors import CheckpointError, UnsupportedLeafError
 from dcp_pipeline.core.path import dotted
@@ -33,7 +35,8 @@ def collect(flat: FlatState, encode_value: EncodeValue) -> Entries:
     problems: list[str] = []
     for leaf in flat.leaves:
         try:
-            entries.append(_entry(leaf, encode_value))
+            entry = _entry(leaf, encode_value)
+            entries.append(entry if flat.local_at(leaf.path) is None else _of_one_rank(leaf, entry))
         except CheckpointError as error:
             problems.append(f"{dotted(leaf.path)!r} is {error}")
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
@@ -45,7 +48,17 @@ def collect(flat: FlatState, encode_value: EncodeValue) -> Entries:
             f"; and {len(problems) - 20} more" * (len(problems) > 20)
         )
         raise UnsupportedLeafError(f"{len(problems)} leaves of the state cannot be stored: {shown}")
-    return _with_aliases(entries)
+    local = [bool(flat.locals) and flat.local_at(leaf.path) is not None for leaf in flat.leaves]
+    return _with_aliases(entries, local)
+
+
+def _of_one_rank(leaf: Leaf, entry: Entry) -> Entry:
+    if leaf.kind is Kind.TENSOR and isinstance(leaf.value, (DTensor, ShardedTensor)):
+        kind = type(leaf.value).__name__
+        raise UnsupportedLeafError(
+            f"a {kind} in a RankLocal, but of all its ranks; save it outside, or its local part"
+        )
+    return replace(entry, may_repeat=False)
 
 
 def _entry(leaf: Leaf, encode_value: EncodeValue) -> Entry:
@@ -86,8 +99,11 @@ def tensor_of_array(array: np.ndarray[Any, Any] | np.generic) -> torch.Tensor:
         raise UnsupportedLeafError(f"a NumPy value of dtype {plain.dtype}") from error
 
 
-def _with_aliases(entries: Entries) -> Entries:
-    """Entries over the very same memory point at the first of them, so that it is stored once."""
+def _with_aliases(entries: Entries, local: list[bool]) -> Entries:
+    """Entries over the very same memory point at the first of them, so that it is stored once.
+
+    What is of one rank points at nothing that all ranks have: theirs may be another rank's.
+    """
     starts = [entry.pieces[0].data.data_ptr() if entry.pieces else None for entry in entries]
     repeated = {start for start, times in Counter(starts).items() if times > 1 and start}
     if not repeated:
@@ -97,7 +113,7 @@ def _with_aliases(entries: Entries) -> Entries:
     for position, (entry, start) in enumerate(zip(entries, starts, strict=True)):
         earlier = position
         if start in repeated:
-            earlier = first.setdefault(_memory_of(entry), position)
+            earlier = first.setdefault((local[position], _memory_of(entry)), position)
         result.append(entry if earlier == position else replace(entry, alias=earlier))
     return result
 

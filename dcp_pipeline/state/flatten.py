@@ -7,13 +7,9 @@ are expanded at any depth, keys keep their types, and empty mappings are kept.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-import torch
 
 from dcp_pipeline.core.errors import (
     CorruptCheckpointError,
@@ -23,9 +19,11 @@ from dcp_pipeline.core.errors import (
 )
 from dcp_pipeline.core.path import Component, Index, Path, dotted
 from dcp_pipeline.core.table import Kind
+from dcp_pipeline.state.leaf_kinds import is_stateful, leaf_kind
+from dcp_pipeline.state.rank_local import RankLocal, rank_key
 from dcp_pipeline.types.dcp import Stateful
 
-__all__ = ["Expanded", "FlatState", "Leaf", "assign", "flatten"]
+__all__ = ["Expanded", "FlatState", "Leaf", "Local", "assign", "flatten", "is_stateful"]
 
 MAX_DEPTH = 200
 _KEY_BITS = 1024
@@ -49,35 +47,66 @@ class Expanded:
     state: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A :class:`RankLocal` and the rank that it stands on.
+
+    Attributes:
+        path: where it lies in the state.
+        key: names this rank's value below ``path``.
+    """
+
+    path: Path
+    owner: RankLocal
+    key: str
+
+    @property
+    def inner(self) -> Path:
+        """Where this rank's value lies."""
+        return (*self.path, self.key)
+
+
 @dataclass(frozen=True)
 class FlatState:
     """A state taken apart.
 
     Attributes:
         root: the state, with each ``Stateful`` object still in its place.
+        rank, world_size: whose state it is.
         leaves: in the order of the state.
         empty: path and ``dict``, ``list`` or ``tuple`` of mappings that hold nothing.
         expanded: ``Stateful`` objects, the outer before the inner.
+        locals: values of this rank alone; what they hold is among the leaves, too.
     """
 
     root: Any
+    rank: int = 0
+    world_size: int = 1
     leaves: list[Leaf] = field(default_factory=list)
     empty: list[tuple[Path, str]] = field(default_factory=list)
     expanded: list[Expanded] = field(default_factory=list)
+    locals: dict[Path, Local] = field(default_factory=dict)
 
     def states(self) -> dict[Path, Any]:
         """What stands at the path of each ``Stateful`` object once expanded."""
         return {entry.path: entry.state for entry in self.expanded}
 
+    def local_at(self, path: Path) -> Local | None:
+        """The value of this rank alone that ``path`` lies in, if any."""
+        if not self.locals:
+            return None
+        above = (self.locals.get(path[:depth]) for depth in range(len(path)))
+        return next((local for local in above if local is not None), None)
 
-def flatten(state: Any) -> FlatState:
-    """Take ``state`` apart.
+
+def flatten(state: Any, rank: int = 0, world_size: int = 1) -> FlatState:
+    """Take ``state`` apart, which is that of one rank among several.
 
     Raises:
         UnsupportedLeafError: keys that no checkpoint can hold, or a state that contains itself;
             the message names all of them.
     """
-    flat = FlatState(state)
+    flat = FlatState(state, rank, world_size)
     problems: list[str] = []
     _walk(state, (), flat, problems, [])
     if problems:
@@ -85,21 +114,9 @@ def flatten(state: Any) -> FlatState:
     return flat
 
 
-def is_tensor_like(value: object) -> bool:
-    """Whether ``value`` is stored in chunks: a tensor, or what follows DCP's protocol for one."""
-    return isinstance(value, torch.Tensor) or (
-        hasattr(value, "__create_chunk_list__") and not isinstance(value, type)
-    )
-
-
-def is_stateful(value: object) -> bool:
-    """Whether ``value`` is an object that saves and restores itself."""
-    return isinstance(value, Stateful) and not isinstance(value, (type, torch.Tensor))
-
-
 def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: list[int]) -> None:
     try:
-        kind = _leaf_kind(value)
+        kind = leaf_kind(value)
     except RecursionError:
         problems.append(f"{dotted(path)!r} contains itself, or is nested too deeply")
         return
@@ -110,7 +127,14 @@ def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: l
         problems.append(f"{dotted(path)!r} contains itself")
         return
     above.append(id(value))
-    if is_stateful(value):
+    if isinstance(value, RankLocal):
+        if flat.local_at(path) is not None:
+            problems.append(f"{dotted(path)!r} is a RankLocal inside another one")
+        else:
+            local = Local(path, value, rank_key(flat.rank, flat.world_size))
+            flat.locals[path] = local
+            _walk(value.value, local.inner, flat, problems, above)
+    elif is_stateful(value):
         state = value.state_dict()
         flat.expanded.append(Expanded(path, value, state))
         _walk(state, path, flat, problems, above)
@@ -123,41 +147,6 @@ def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: l
             else:
                 _walk(child, (*path, component), flat, problems, above)
     above.pop()
-
-
-def _leaf_kind(value: object) -> Kind | None:
-    """The kind of a leaf, ``None`` for what is entered."""
-    if is_tensor_like(value):
-        return Kind.TENSOR
-    if isinstance(value, np.ndarray):
-        return Kind.ARRAY
-    if isinstance(value, np.generic):
-        return Kind.SCALAR
-    if isinstance(value, io.BytesIO):
-        return Kind.STREAM
-    if isinstance(value, Mapping) or is_stateful(value):
-        return None
-    if isinstance(value, list):
-        return None if any(map(_holds_items, value)) else Kind.VALUE
-    if isinstance(value, tuple):
-        return None if any(map(_holds_tensors, value)) else Kind.VALUE
-    return Kind.VALUE
-
-
-def _holds_items(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return True
-    if isinstance(value, list):
-        return any(map(_holds_items, value))
-    return _holds_tensors(value)
-
-
-def _holds_tensors(value: object) -> bool:
-    if is_tensor_like(value) or isinstance(value, np.ndarray) or is_stateful(value):
-        return True
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(_holds_tensors, value))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Finds for every leaf of a template what the checkpoint holds for it, before anything is read.
 
 A leaf is found by its typed path, then by its dotted name. An empty container (or ``None``) in the
-template takes whatever the checkpoint holds below its path. A leaf that lies inside a value which
-was stored whole (DCP stores tuples so, and before torch 2.4 mappings without tensors) is taken
-out of it.
+template takes whatever the checkpoint holds below its path, and a ``RankLocal`` the value of its
+rank. A leaf that lies inside a value which was stored whole (DCP stores tuples so, and before torch
+2.4 mappings without tensors) is taken out of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import torch
 from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import CheckpointError, UnsupportedLeafError, list_some
 from dcp_pipeline.core.manifest import Manifest
-from dcp_pipeline.core.path import Path, dotted
+from dcp_pipeline.core.path import Path, dotted, is_prefix
 from dcp_pipeline.core.table import KeySpec, Kind
 from dcp_pipeline.state.collect import tensor_of_array
-from dcp_pipeline.state.flatten import FlatState, Leaf
+from dcp_pipeline.state.flatten import FlatState, Leaf, Local
+from dcp_pipeline.state.match_local import LocalValues, Resized, StoredValue, local_values
 from dcp_pipeline.state.pieces import pieces_of
+from dcp_pipeline.state.rank_local import rank_key
 from dcp_pipeline.state.targets import (
     TensorTarget,
     ValueTarget,
@@ -37,7 +39,7 @@ __all__ = ["FindCast", "Match", "match"]
 FindCast = Callable[[str, str, str], bool | None]
 """``(key, source, target)`` to whether overflow is an error; ``None`` where no cast is declared."""
 
-_VALUES = (Kind.VALUE, Kind.STREAM)
+_CONTAINERS: dict[str, Callable[[], Any]] = {"dict": dict, "list": list, "tuple": tuple}
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Match:
         made: path to containers that the checkpoint knows to be empty.
         used: stored keys that this rank wants.
         missing, shapes, dtypes: as in :class:`LoadMismatchError`.
+        notes: more to say about a missing key.
+        resized: values of this rank alone that another number of ranks has saved.
         unwritable: tensors of the template that several elements share memory in.
     """
 
@@ -57,6 +61,8 @@ class Match:
     made: dict[Path, Any] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    resized: list[Resized] = field(default_factory=list)
     unwritable: list[str] = field(default_factory=list)
     shapes: list[tuple[str, object, object]] = field(default_factory=list)
     dtypes: list[tuple[str, object, object]] = field(default_factory=list)
@@ -82,10 +88,15 @@ def match(
     """
     matcher = _Matcher(manifest, find_cast)
     for leaf in flat.leaves:
-        if wants(dotted(leaf.path)):
+        if flat.local_at(leaf.path) is None and wants(dotted(leaf.path)):
             matcher.leaf(leaf)
     for path, _ in flat.empty:
-        matcher.empty_mapping(path, wants)
+        if flat.local_at(path) is None:
+            matcher.empty_mapping(path, wants)
+    stored = local_values(manifest) if flat.locals else {}
+    for path, local in flat.locals.items():
+        if wants(dotted(path)):
+            matcher.local(local, stored.get(dotted(path)), flat)
     if matcher.result.unwritable:
         raise UnsupportedLeafError(
             f"the template holds expanded tensors, whose elements share memory, so that they cannot"
@@ -125,6 +136,54 @@ class _Matcher:
             return
         self._fill(path, wants)
 
+    def local(self, local: Local, stored: LocalValues | None, flat: FlatState) -> None:
+        """Take the whole value of the rank whose value it is to be."""
+        name, result = dotted(local.path), self.result
+        if stored is None:
+            result.missing.append(name)
+            if self._has(local.path):
+                result.notes[name] = "what is there was saved without RankLocal"
+            return
+        result.used.update(stored.keys())
+        saved = stored.nearest_size(flat.world_size)
+        rank = flat.rank
+        if saved != flat.world_size:
+            rule = local.owner.on_resize
+            result.resized.append(Resized(name, saved, flat.world_size, rule))
+            if rule != "first":
+                return
+            rank = min(stored.by_size[saved])
+        value = stored.by_size[saved].get(rank)
+        if value is None:
+            result.missing.append(dotted((*local.path, rank_key(rank, saved))))
+            result.notes[result.missing[-1]] = "this rank has saved no value"
+            return
+        self._take_value(value, local.inner)
+        for entry in flat.expanded:
+            if flat.local_at(entry.path) is local:
+                self._check_object(value, entry.path[len(local.inner) :])
+
+    def _has(self, path: Path) -> bool:
+        inside = (spec.path for spec in self._keys if len(spec.path) >= len(path))
+        return any(_lies_below(path, stored) for stored in (*inside, *self._empty))
+
+    def _take_value(self, value: StoredValue, path: Path) -> None:
+        depth = len(value.path)
+        for key in value.keys:
+            self._take_whole(key, (*path, *self._keys[key].path[depth:]))
+        for empty, kind in value.empty:
+            self.result.made[(*path, *empty[depth:])] = _CONTAINERS[kind]()
+
+    def _check_object(self, value: StoredValue, inside: Path) -> None:
+        """An object that finds nothing of its own in ``value`` would be lost."""
+        wanted = (*value.path, *inside)
+        paths = [self._keys[key].path for key in value.keys] + [path for path, _ in value.empty]
+        for path in paths:
+            # Above it lies what DCP has stored whole.
+            if is_prefix(wanted, path) or is_prefix(path, wanted):
+                return
+        self.result.missing.append(dotted(wanted))
+
     def _find(self, path: Path) -> int | None:
         key = self._by_path.get(path)
         if key is None:
@@ -142,9 +201,7 @@ class _Matcher:
         """Take everything that is stored below ``path``."""
         depth, found = len(path), False
         if path and path in self._empty:
-            self.result.made[path] = {"dict": dict, "list": list, "tuple": tuple}[
-                self._empty[path]
-            ]()
+            self.result.made[path] = _CONTAINERS[self._empty[path]]()
             return True
         for key, spec in enumerate(self._keys):
             if len(spec.path) <= depth or not _lies_below(path, spec.path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import UnsupportedLeafError
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.state.collect import collect
@@ -16,7 +17,7 @@ __all__ = ["collect_entries", "taken_apart"]
 
 def collect_entries(state: Any, job: SaveJob) -> Entries:
     """Expand, flatten and encode the state; see :mod:`dcp_pipeline.state`."""
-    flat = taken_apart(state)
+    flat = taken_apart(state, job.coordinator)
     job.empty = [(path, kind) for path, kind in flat.empty if path]
     serialization = job.parts.serialization
     if job.coordinator.world_size > 1:
@@ -24,8 +25,8 @@ def collect_entries(state: Any, job: SaveJob) -> Entries:
     return collect(flat, lambda value: (serialization.encode_value(value), 0))
 
 
-def taken_apart(state: Any) -> FlatState:
-    """A state whose root is a mapping, or a ``Stateful`` object, taken apart.
+def taken_apart(state: Any, coordinator: Coordinator) -> FlatState:
+    """This rank's state, whose root is a mapping or a ``Stateful`` object, taken apart.
 
     Raises:
         UnsupportedLeafError: it is anything else, or holds keys that no checkpoint can hold.
@@ -34,4 +35,4 @@ def taken_apart(state: Any) -> FlatState:
         raise UnsupportedLeafError(
             f"the state is a {type(state).__name__}; pass a dict of names to values"
         )
-    return flatten(state)
+    return flatten(state, coordinator.rank, coordinator.world_size)

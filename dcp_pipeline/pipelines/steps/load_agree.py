@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 
 from dcp_pipeline.core.errors import (
+    DisagreementError,
     DtypeMismatchError,
     LoadMismatchError,
     MissingKeyError,
     ShapeMismatchError,
     UnexpectedKeyError,
+    WorldSizeMismatchError,
+    list_some,
 )
 from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.manifest import Manifest
@@ -22,6 +25,7 @@ from dcp_pipeline.pipelines.steps.load_plan import is_wanted
 from dcp_pipeline.pipelines.steps.save_agree import same_everywhere
 from dcp_pipeline.state.flatten import FlatState
 from dcp_pipeline.state.match import Match
+from dcp_pipeline.state.rank_local import parse_rank_key
 
 __all__ = ["Differences", "agree", "open_checkpoint"]
 
@@ -37,6 +41,7 @@ class Differences:
     Attributes:
         missing, unexpected, shapes, dtypes: as in :class:`LoadMismatchError`.
         not_requested: keys in top-level sections that no rank's template has.
+        resized: per-rank values that another number of ranks has saved: key, ranks then and now.
     """
 
     missing: list[str]
@@ -44,6 +49,7 @@ class Differences:
     shapes: list[Triple]
     dtypes: list[Triple]
     not_requested: list[str]
+    resized: list[Triple]
 
 
 def open_checkpoint(job: LoadJob, failure: BaseException | None) -> Manifest:
@@ -83,6 +89,8 @@ def agree(
             "missing": match.missing,
             "shapes": match.shapes,
             "dtypes": match.dtypes,
+            "notes": match.notes,
+            "resized": [[one.name, one.saved, one.wanted, one.rule] for one in match.resized],
             "sections": sorted({str(path[0]) for path in _paths(template) if path}),
         }
         message = frame(header, np.packbits(used).tobytes())
@@ -101,6 +109,7 @@ def agree(
         [_triple(entry) for entry in header["shapes"]],
         [_triple(entry) for entry in header["dtypes"]],
         header["not_requested"],
+        [_triple(entry) for entry in header["resized"]],
     )
 
 
@@ -122,6 +131,7 @@ def _compare(messages: list[bytes], job: LoadJob) -> list[bytes]:
     for _, (bits,) in unframed:
         used |= np.unpackbits(np.frombuffer(bits, np.uint8), count=len(used)).astype(bool)
     sections = {section for header in headers for section in header["sections"]}
+    rules, resized = _rules(headers), _union(headers, "resized")
     unexpected: list[str] = []
     not_requested: list[str] = []
     for key in np.flatnonzero(~used):
@@ -136,10 +146,54 @@ def _compare(messages: list[bytes], job: LoadJob) -> list[bytes]:
         [_triple(entry) for entry in _union(headers, "shapes")],
         [_triple(entry) for entry in _union(headers, "dtypes")],
         not_requested,
+        [_triple(entry) for entry in resized],
     )
-    _raise_if_strict(differences, job)
+    notes = {name: note for header in headers for name, note in header["notes"].items()}
+    _raise_if_strict(differences, rules, notes, job)
+    _warn_of_resizing(rules, differences, job)
     answer = frame(vars(differences))
     return [answer] * len(messages)
+
+
+def _rules(headers: list[dict[str, Any]]) -> dict[str, str]:
+    """What each resized key declares, on all ranks alike.
+
+    Raises:
+        DisagreementError: ranks declare different things.
+    """
+    ranks: dict[str, dict[str, list[int]]] = {}
+    for rank, header in enumerate(headers):
+        for name, _, _, rule in header["resized"]:
+            ranks.setdefault(name, {}).setdefault(rule, []).append(rank)
+    different = [
+        f"{name} ({'; '.join(f'{rule} on ranks {who}' for rule, who in rules.items())})"
+        for name, rules in ranks.items()
+        if len(rules) > 1
+    ]
+    if different:
+        raise DisagreementError(
+            f"the ranks declare different rules in on_resize: {list_some(different)}"
+        )
+    return {name: next(iter(rules)) for name, rules in ranks.items()}
+
+
+def _warn_of_resizing(rules: dict[str, str], found: Differences, job: LoadJob) -> None:
+    """Say what became of values of single ranks that another number of ranks has saved."""
+    first = [name for name, rule in rules.items() if rule == "first"]
+    kept = [name for name, rule in rules.items() if rule != "first"]
+    for names, what in (
+        (first, "every rank takes what the first has saved of"),
+        (kept, "every rank keeps its own"),
+    ):
+        if names:
+            logger.warning(
+                "%s was saved by %s ranks, here are %s: %s %s",
+                job.directory.location,
+                "/".join(sorted({str(saved) for name, saved, _ in found.resized if name in names})),
+                job.coordinator.world_size,
+                what,
+                list_some(names),
+            )
 
 
 def _union(headers: list[dict[str, Any]], member: str) -> list[Any]:
@@ -151,15 +205,23 @@ def _union(headers: list[dict[str, Any]], member: str) -> list[Any]:
     return list(seen.values())
 
 
-def _raise_if_strict(found: Differences, job: LoadJob) -> None:
+def _raise_if_strict(
+    found: Differences, rules: dict[str, str], notes: dict[str, str], job: LoadJob
+) -> None:
     is_strict = job.parts.config.is_strict
     missing = [name for name in found.missing if is_strict(name)]
     unexpected = [name for name in found.unexpected if is_strict(name)]
     shapes = [entry for entry in found.shapes if is_strict(entry[0])]
     dtypes = [entry for entry in found.dtypes if is_strict(entry[0])]
+    resized = [e for e in found.resized if rules[e[0]] == "error" and is_strict(e[0])]
     kinds: dict[type[LoadMismatchError], list[str]] = {
-        MissingKeyError: [f"missing from the checkpoint: {name}" for name in missing],
-        UnexpectedKeyError: [f"in the checkpoint but not asked for: {name}" for name in unexpected],
+        MissingKeyError: [
+            f"missing from the checkpoint: {name}" + (f" ({notes[name]})" if name in notes else "")
+            for name in missing
+        ],
+        UnexpectedKeyError: [
+            f"in the checkpoint but not asked for: {name}{_hint(name)}" for name in unexpected
+        ],
         ShapeMismatchError: [
             f"shape of {name}: {stored} in the checkpoint, {wanted} wanted"
             for name, stored, wanted in shapes
@@ -168,6 +230,11 @@ def _raise_if_strict(found: Differences, job: LoadJob) -> None:
             f"dtype of {name}: {stored} in the checkpoint, {wanted} wanted (declare a cast to allow"
             " it)"
             for name, stored, wanted in dtypes
+        ],
+        WorldSizeMismatchError: [
+            f"values of single ranks at {name}: {saved} ranks have saved, {wanted} load (RankLocal"
+            " with on_resize='fresh' keeps what is there, 'first' takes the first rank's)"
+            for name, saved, wanted in resized
         ],
     }
     present = [kind for kind, lines in kinds.items() if lines]
@@ -183,4 +250,10 @@ def _raise_if_strict(found: Differences, job: LoadJob) -> None:
         unexpected,
         shapes,
         dtypes,
+        resized,
     )
+
+
+def _hint(name: str) -> str:
+    is_local = any(parse_rank_key(part) for part in name.split("."))
+    return " (a value of one rank: the state has no RankLocal there)" if is_local else ""

@@ -7,7 +7,8 @@ from dcp_pipeline.graph.runner import is_shared
 from dcp_pipeline.pipelines.load_job import LoadJob
 from dcp_pipeline.pipelines.steps.load_again import raise_if_replaced
 from dcp_pipeline.pipelines.steps.load_read import Fetched
-from dcp_pipeline.state.flatten import FlatState, assign
+from dcp_pipeline.pipelines.steps.put_in_place import put_in_place
+from dcp_pipeline.state.flatten import FlatState
 from dcp_pipeline.types.exceptions import CheckpointException
 
 __all__ = ["apply", "settle", "settle_verify"]
@@ -39,12 +40,7 @@ def apply(
     """Put values in their places and let ``Stateful`` objects take their state."""
     if failure is None and template is not None and fetched is not None:
         try:
-            job.rollback.keep_values(template)
-            assign(template, fetched.assignments, job.rollback.containers)
-            # The inner before the outer, whose state holds the inner objects themselves.
-            for entry in reversed(template.expanded):
-                job.rollback.applying(entry)
-                entry.owner.load_state_dict(entry.state)
+            put_in_place(template, fetched.assignments, job.rollback)
         except Exception as error:
             error.__dict__.setdefault("node", "apply")
             failure = error

@@ -16,7 +16,8 @@ __all__ = ["collect_template", "is_wanted", "plan"]
 
 def collect_template(state: Any, job: LoadJob) -> FlatState:
     """Take the caller's state apart."""
-    job.template = taken_apart(state)
+    job.template = taken_apart(state, job.coordinator)
+    job.rollback.keep_objects(job.template)
     return job.template
 
 
