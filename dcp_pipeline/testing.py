@@ -215,6 +215,31 @@ class StorageContract:
             with pytest.raises(UnsafeCheckpointError):
                 action()
 
+    def test_folders(self, storage: Storage, location: str) -> None:
+        assert storage.folders(location) == []
+        for name in ("b", "a", "a.b"):
+            storage.open(f"{location}/{name}").prepare()
+            storage.open(f"{location}/{name}").put("file", b"0123")
+        storage.open(f"{location}x/c").prepare()
+        assert storage.folders(location) == ["a", "a.b", "b"]
+        assert storage.folders(f"{location}/a") == []
+
+    def test_a_retired_checkpoint_is_out_of_sight_at_once(
+        self, storage: Storage, location: str
+    ) -> None:
+        for name in ("a", "b"):
+            storage.open(f"{location}/{name}").prepare()
+            storage.open(f"{location}/{name}").put("file", b"0123")
+        delete = storage.retire(f"{location}/a")
+        assert storage.open(f"{location}/a").names() == []
+        again = storage.open(f"{location}/a")
+        again.prepare()
+        again.put("file", b"new")
+        delete()
+        assert storage.folders(location) == ["a", "b"]
+        assert again.read("file") == b"new"
+        assert storage.open(f"{location}/b").read("file") == b"0123"
+
     def test_locations_of_another_scheme(self, storage: Storage) -> None:
         with pytest.raises(ConfigError, match="s3"):
             storage.open("s3://bucket/key")

@@ -67,13 +67,20 @@ def _checkpoint_table(checkpoints: Iterable[CheckpointInfo]) -> Table:
     numbers = ("step", "keys", "size", "age")
     result = table("checkpoint", "state", *numbers, right=numbers)
     for info in checkpoints:
-        replaced = info.is_being_saved and info.state is not State.IN_PROGRESS
         result.add_row(
             cell(info.name),
-            cell(f"{info.state}, being replaced" if replaced else info.state, _STYLES[info.state]),
+            cell(_state(info), _STYLES[info.state]),
             "" if info.step is None else str(info.step),
             "" if info.keys is None else str(info.keys),
             size(info.nbytes),
             age(info.age_seconds),
         )
     return result
+
+
+def _state(info: CheckpointInfo) -> str:
+    is_replaced = info.is_being_saved and info.state is not State.IN_PROGRESS
+    words = [str(info.state)]
+    words += ["being replaced"] * is_replaced
+    words += ["pinned"] * info.is_pinned
+    return ", ".join(words)

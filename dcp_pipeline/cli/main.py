@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_pipeline.cli import config, graph, inspect, ls, prune, recipes, verify
+from dcp_pipeline.cli import config, graph, inspect, latest, ls, prune, recipes, verify
 from dcp_pipeline.core.errors import CheckpointError, ConfigError
 
 __all__ = ["PROBLEM", "USAGE", "app", "main"]
@@ -33,6 +33,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "graph": graph.command,
     "inspect": inspect.command,
     "ls": ls.command,
+    "latest": latest.command,
     "verify": verify.command,
     "prune": prune.command,
 }

@@ -128,7 +128,7 @@ def _unknown_key(location: _Location, data: Mapping[str, Any]) -> str:
 
 
 def _unknown_key_of_kind(group: str, key: str, data: Mapping[str, Any]) -> str:
-    default: KindConfig = PipelineConfig.model_fields[group].default
+    default: KindConfig = PipelineConfig.model_fields[group].get_default(call_default_factory=True)
     kind = data[group].get("kind", default.kind)
     known = _fields_of(model_of(group, kind))
     takes = f"{group}={kind} takes " + (f"the keys {', '.join(known)}" if known else "no keys")

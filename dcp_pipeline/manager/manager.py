@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
-from dcp_pipeline.core.coordinator import Coordinator
-from dcp_pipeline.core.errors import ConfigError
-from dcp_pipeline.layout.names import MANIFEST, METADATA, rank_metadata_name
-from dcp_pipeline.manager.steps import kept_steps, step_name, step_of
+from dcp_pipeline.manager.claim import Claim
+from dcp_pipeline.manager.events import CheckpointEvent, Events, OnEvent
+from dcp_pipeline.manager.intervals import Intervals
+from dcp_pipeline.manager.preemption import StopRequests
+from dcp_pipeline.manager.ranks import Ranks
+from dcp_pipeline.manager.restoring import Restored, Restorer
+from dcp_pipeline.manager.roots import Root
+from dcp_pipeline.manager.saving import Metrics, Saving, StepSaver
+from dcp_pipeline.manager.settings import settings_of
 from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.pipelines.saved import SavedMetadata
-from dcp_pipeline.storage.changes import FileChanges
-from dcp_pipeline.storage.filesystem import local_path
 
 __all__ = ["CheckpointManager"]
 
@@ -23,26 +29,33 @@ logger = logging.getLogger("dcp_pipeline")
 
 
 class CheckpointManager:
-    """Saves steps below a root directory, finds the newest, and keeps only some.
+    """Saves the steps of a run below a root directory, keeps some, and goes on from the newest.
 
     A step counts once its commit record is there; what a killed save has left does not. One rank
-    looks and decides, the others follow.
+    looks and decides, the others follow: every method that is not said to be local is called on all
+    ranks, in the same order.
 
     Args:
-        root: path or ``file://`` URI of the run's directory.
+        root: path or URI of the run's directory; one job at a time saves into it.
         pipeline: what saves and loads; a default one if ``None``.
-        keep_last: how many of the newest steps stay, ``None`` for all. At least 1.
-        keep_every: steps divisible by this stay as well.
         process_group: the ranks of the run, ``None`` for all.
+        on_event: called on every rank with each :class:`CheckpointEvent`; what it raises is logged.
+        stop_when: asked by `should_stop`; the run is to end once it is true on any rank.
+        settings: fields of the config group ``manager``, which they override: ``keep_last``,
+            ``keep_every``, ``save_every_steps`` ….
+
+    Raises:
+        ConfigError: naming each setting that is wrong.
 
     Example:
         >>> import tempfile, torch
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     manager = CheckpointManager(root, keep_last=2)
-        ...     for step in (10, 20, 30):
-        ...         _ = manager.save(step, {"weight": torch.full((2,), float(step))})
-        ...     state = {"weight": torch.zeros(2)}
-        ...     manager.steps(), manager.restore(state), state["weight"]
+        ...     with CheckpointManager(root, keep_last=2, save_every_steps=10) as manager:
+        ...         for step in range(1, 36):
+        ...             if manager.should_save(step):
+        ...                 _ = manager.save(step, {"weight": torch.full((2,), float(step))})
+        ...         state = {"weight": torch.zeros(2)}
+        ...         manager.steps(), manager.restore(state), state["weight"]
         ([20, 30], 30, tensor([30., 30.]))
     """
 
@@ -51,106 +64,258 @@ class CheckpointManager:
         root: str | os.PathLike[str],
         pipeline: Pipeline | None = None,
         *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
         process_group: Any = None,
+        on_event: OnEvent | None = None,
+        stop_when: Callable[[], bool] | None = None,
+        **settings: Any,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ConfigError(f"keep_last is at least 1, found {keep_last}", "keep_last")
-        if keep_every is not None and keep_every < 1:
-            raise ConfigError(f"keep_every is at least 1, found {keep_every}", "keep_every")
-        self.root = local_path(root)
-        self.pipeline = pipeline or Pipeline()
         self._owns_pipeline = pipeline is None
-        self._keep_last = keep_last
-        self._keep_every = keep_every
-        self._group = process_group
-        self._changes = FileChanges()
+        self.pipeline = pipeline or Pipeline()
+        config = self.pipeline.config
+        self.settings = settings_of(config.manager, settings)
+        storage = config.storage.build()
+        self._root = Root(os.fspath(root), storage, config.layout.build())
+        self._ranks = Ranks(self.pipeline, process_group)
+        self._events = Events(on_event)
+        self._intervals = Intervals(
+            self.settings.save_every_steps, self.settings.save_every_minutes
+        )
+        self._stops = StopRequests(
+            self.settings.stop_signals, self.settings.grace_seconds, stop_when
+        )
+        claim = Claim(
+            self._root.directory, self.settings.heartbeat_seconds, self.settings.takeover_seconds
+        )
+        self._saver = StepSaver(
+            self._root, config.storage, self._ranks, self.settings, claim, self._events
+        )
+        self._stop_reason = ""
+        self._has_background = False
+        # Also where nobody closes it: signals and the root are given back when it goes.
+        self._release = weakref.finalize(self, _release, claim, self._stops, storage)
+
+    @property
+    def root(self) -> str:
+        """The directory of the run, as its storage names it."""
+        return self._root.location
+
+    @property
+    def failures(self) -> int:
+        """How many saves have failed."""
+        return self._saver.failures
 
     def path(self, step: int) -> str:
-        """The directory of a step."""
-        return os.path.join(self.root, step_name(step))
+        """The directory of a step; local."""
+        return self._root.path(step)
 
-    def save(self, step: int, state: Any) -> SavedMetadata:
+    def save(
+        self, step: SupportsIndex, state: Any, *, metrics: Metrics | None = None
+    ) -> SavedMetadata:
         """Save ``state`` as a step, then remove steps that are not to be kept.
 
+        Args:
+            step: from 0 on.
+            state: as in :meth:`Pipeline.save`.
+            metrics: numbers by name, kept with the step; those of the coordinator count.
+
         Raises:
-            CheckpointExistsError: the step is committed and the pipeline does not overwrite.
+            CheckpointExistsError: the step is committed and ``manager.overwrite`` is ``error``.
+            ConcurrentSaveError: another job saves into this root.
+            CheckpointException: the save failed, on any rank; the steps before are untouched.
         """
-        saved = self.pipeline.save(state, self.path(step), process_group=self._group)
-        if self._coordinator().is_coordinator:
-            self._remove_old()
+        saving = self._begin(step, metrics)
+        try:
+            saved = self.pipeline.save(
+                state,
+                saving.path,
+                process_group=self._ranks.group,
+                notes=saving.notes,
+                guard=saving.guard,
+            )
+        except BaseException as error:
+            self._saver.fail(saving, error)
+            raise
+        self._saver.succeed(saving, saved)
         return saved
+
+    def async_save(
+        self, step: SupportsIndex, state: Any, *, metrics: Metrics | None = None
+    ) -> Future[Any]:
+        """As :meth:`save`, but return once the snapshot is taken.
+
+        Steps that are not to be kept are removed once the new one is committed. Once the run is
+        to stop, saves under way are waited for first, so that this one is not left out.
+
+        Returns:
+            Done with the :class:`SavedMetadata` when the step is committed, with ``None`` where
+            ``background.when_full`` left it out.
+
+        Raises:
+            CheckpointException: as :meth:`save`; also where an earlier one failed meanwhile.
+        """
+        if self._stop_reason:
+            self._saver.settle()
+        saving = self._begin(step, metrics)
+        self._has_background = True
+        try:
+            begun = self.pipeline.async_save(
+                state,
+                saving.path,
+                process_group=self._ranks.group,
+                notes=saving.notes,
+                guard=saving.guard,
+            )
+        except BaseException as error:
+            self._saver.fail(saving, error)
+            raise
+        future: Future[Any] = getattr(begun, "upload_completion", begun)
+        future.add_done_callback(partial(_end_save, self._saver, saving))
+        return future
+
+    def _begin(self, step: SupportsIndex, metrics: Metrics | None) -> Saving:
+        saving = self._saver.begin(step, metrics)
+        self._intervals.begin()
+        return saving
 
     def restore(self, state: Any, step: int | None = None) -> int | None:
         """Load a step into ``state``.
 
         Args:
-            step: ``None`` for the newest.
+            state: as in :meth:`Pipeline.load`.
+            step: ``None`` for the newest that loads whole: one that is damaged or incomplete is
+                named in a warning, what it has changed is put back, and the one before is tried
+                (``manager.fallback``).
 
         Returns:
-            The step, ``None`` if there is none at all.
+            The step, ``None`` where nothing was ever committed.
 
         Raises:
             CheckpointNotFoundError: the step asked for is not there.
             IncompleteCheckpointError: its save never finished.
+            CorruptCheckpointError: it is damaged; or there are steps, and none of them is whole.
+            LoadMismatchError: ``state`` does not fit; no other step is tried then.
         """
-        chosen = step if step is not None else self.latest()
-        if chosen is None:
-            return None
-        self.pipeline.load(state, self.path(chosen), process_group=self._group)
-        return chosen
+        self._saver.settle()
+        self._ranks.decide("restore", step)
+        restorer = Restorer(self._root, self.pipeline, self._ranks, self.settings.fallback)
+        restored = restorer.newest(state) if step is None else restorer.step(state, step)
+        self._saver.damaged.update(restored.skipped)
+        self._tell(restored)
+        return restored.step
+
+    def _tell(self, restored: Restored) -> None:
+        rank = self._ranks.rank
+        for step, why in restored.skipped.items():
+            detail = {"path": self.path(step), "error": why}
+            self._events.emit(CheckpointEvent("damaged", step, rank, detail=detail))
+        report = restored.report
+        if restored.step is None or report is None:
+            return
+        self._events.nodes(restored.step, report.trace)
+        self._events.emit(
+            CheckpointEvent(
+                "restored",
+                restored.step,
+                rank,
+                seconds=restored.seconds,
+                nbytes=report.bytes_read,
+                detail={"path": report.checkpoint_id, "is_verified": report.is_verified},
+            )
+        )
 
     def steps(self) -> list[int]:
         """The committed steps, in order; the same on every rank."""
-
-        def look(messages: list[bytes]) -> list[bytes]:
-            return [json.dumps(self._committed()).encode()] * len(messages)
-
-        found: list[int] = json.loads(self._coordinator().exchange("list steps", b"", look))
-        return found
+        steps: list[int] = self._ranks.decide("list", None, lambda _: self._root.committed())
+        return steps
 
     def latest(self) -> int | None:
         """The newest committed step, ``None`` if there is none."""
         steps = self.steps()
         return steps[-1] if steps else None
 
-    def _coordinator(self) -> Coordinator:
-        return self.pipeline.coordinator(self._group)
+    def pin(self, step: int) -> None:
+        """Keep a step, whatever the retention says, until :meth:`unpin`.
 
-    def _committed(self) -> list[int]:
+        Raises:
+            CheckpointNotFoundError: it is not committed.
+        """
+        self._ranks.decide("pin", None, lambda _: self._root.set_pinned(step, True))
+
+    def unpin(self, step: int) -> None:
+        """Take back :meth:`pin`; the next save may remove the step.
+
+        Raises:
+            CheckpointNotFoundError: it is not committed.
+        """
+        self._ranks.decide("unpin", None, lambda _: self._root.set_pinned(step, False))
+
+    def should_save(self, step: int) -> bool:
+        """Whether the step is one to save: by an interval, or since the run is to stop.
+
+        False for the step that was saved last. The ranks exchange a message only where
+        ``save_every_minutes`` is set; the coordinator's clock decides.
+        """
+        if step == self._saver.last:
+            return False
+        if self._stop_reason or self._intervals.is_due_by_step(step):
+            return True
+        if not self._intervals.has_minutes:
+            return False
+        is_due: bool = self._ranks.decide(
+            "should_save", None, lambda _: self._intervals.is_due_by_time()
+        )
+        return is_due
+
+    def should_stop(self) -> bool:
+        """Whether the run is to end: a stop signal came, or ``stop_when`` is true, on any rank.
+
+        All ranks get the same answer at the same call. Once it is true it stays so. From the first
+        call on until `close` the signals of ``manager.stop_signals`` no longer end the process;
+        outside the main thread they cannot be caught. Each call until then exchanges one small
+        message between the ranks.
+        """
+        if self._stop_reason:
+            return True
+        mine: Any
         try:
-            names = os.listdir(self.root)
-        except FileNotFoundError:
-            return []
-        steps = {name: step for name in names if (step := step_of(name)) is not None}
-        return sorted(step for name, step in steps.items() if self._is_committed(name))
+            self._stops.listen()
+            mine = [self._stops.reason(), self._stops.seconds_left()]
+        except Exception as error:
+            mine = error
+        reason, left = self._ranks.decide("should_stop", mine, _first_reason)
+        if not reason:
+            return False
+        self._stop_reason = reason
+        if self._ranks.is_coordinator:
+            logger.warning("stopping: %s; %.1f s of the grace period are left", reason, left)
+        detail = {"reason": reason, "seconds_left": left}
+        self._events.emit(CheckpointEvent("stopping", None, self._ranks.rank, detail=detail))
+        return True
 
-    def _is_committed(self, name: str) -> bool:
-        # Ours, plain DCP's, and plain DCP's without collectives.
-        records = (MANIFEST, METADATA, rank_metadata_name(0))
-        return any(os.path.isfile(os.path.join(self.root, name, record)) for record in records)
+    def wait(self) -> None:
+        """Until every save that was begun is committed or has failed, and removals are done; local.
 
-    def _remove_old(self) -> None:
-        committed = self._committed()
-        kept = kept_steps(committed, self._keep_last, self._keep_every)
-        for step in committed:
-            if step not in kept:
-                self._remove(self.path(step))
-
-    def _remove(self, path: str) -> None:
-        """Take a step out of sight in one atomic move, then delete it."""
-        aside = os.path.join(self.root, f".removed-{os.path.basename(path)}-{os.urandom(4).hex()}")
+        Raises:
+            CheckpointException: a save in the background failed, and nobody has seen that yet.
+        """
         try:
-            self._changes.replace(path, aside)
-            self._changes.remove_tree(aside)
-        except OSError as error:
-            logger.warning("%s could not be removed: %s", path, error)
+            if self._has_background:
+                self.pipeline.wait()
+        finally:
+            self._saver.settle()
 
     def close(self) -> None:
-        """Give back the pipeline, if the manager made it."""
-        if self._owns_pipeline:
-            self.pipeline.close()
+        """Wait as :meth:`wait` does, then give back the root, the signals and an own pipeline.
+
+        Local, and never the last to hear of an error: what a save in the background has failed
+        with is raised here at the latest.
+        """
+        try:
+            self.wait()
+        finally:
+            self._release()
+            if self._owns_pipeline:
+                self.pipeline.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -161,4 +326,32 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            return self.close()
+        # The error is what matters: the other ranks may be anywhere, and nothing is asked of them.
+        try:
+            self._saver.settle(self.pipeline.config.background.close_timeout_seconds)
+        finally:
+            self._release()
+            if self._owns_pipeline:
+                self.pipeline.__exit__(kind, error, trace)
+
+
+def _end_save(saver: StepSaver, saving: Saving, future: Future[Any]) -> None:
+    error = future.exception()
+    if error is not None:
+        saver.fail(saving, error)
+    else:
+        saver.succeed(saving, future.result())
+
+
+def _first_reason(asked: list[Any]) -> list[Any]:
+    """On the coordinator: why the run is to end, and how long its most hurried rank has."""
+    reasons = [f"{reason} on rank {rank}" for rank, (reason, _) in enumerate(asked) if reason]
+    return [reasons[0] if reasons else "", min(left for _, left in asked)]
+
+
+def _release(claim: Claim, stops: StopRequests, storage: Any) -> None:
+    stops.restore()
+    claim.release()
+    storage.close()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from typing import Final
 
-__all__ = ["kept_steps", "step_name", "step_of"]
+__all__ = ["PINNED", "step_name", "step_of"]
+
+PINNED: Final = ".pinned"
+"""A file of this name in the directory of a step says that the step stays."""
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 
@@ -15,9 +18,12 @@ def step_name(step: int) -> str:
 
     >>> step_name(100)
     'step-100'
+
+    Raises:
+        ValueError: ``step`` is negative, or no integer.
     """
-    if step < 0:
-        raise ValueError(f"a step is not negative: {step}")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"a step is an integer from 0 on, found {step!r}")
     return f"step-{step}"
 
 
@@ -29,17 +35,3 @@ def step_of(name: str) -> int | None:
     """
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
-
-
-def kept_steps(
-    steps: Collection[int], keep_last: int | None = None, keep_every: int | None = None
-) -> set[int]:
-    """Which of the committed ``steps`` stay: the last ``keep_last`` and every ``keep_every``-th.
-
-    >>> sorted(kept_steps(range(10, 260, 10), keep_last=2, keep_every=100))
-    [100, 200, 240, 250]
-    """
-    if keep_last is None:
-        return set(steps)
-    newest = sorted(steps)[-keep_last:] if keep_last else []
-    return set(newest) | {step for step in steps if keep_every and step % keep_every == 0}

@@ -165,6 +165,10 @@ class Directory(ABC):
     def delete(self, names: Iterable[str]) -> None:
         """Remove files; one that is gone already is no error."""
 
+    def remove_if_empty(self) -> None:
+        """Remove the directory itself where nothing is in it, if the storage has such a thing."""
+        return None
+
 
 class Storage(ABC):
     """A configured kind of storage.
@@ -183,6 +187,17 @@ class Storage(ABC):
 
         Raises:
             ConfigError: the id is of a scheme that this storage does not serve.
+        """
+
+    @abstractmethod
+    def folders(self, location: str) -> list[str]:
+        """The names of the directories right below a location, sorted; empty where nothing is."""
+
+    @abstractmethod
+    def retire(self, location: str) -> Callable[[], None]:
+        """Take a checkpoint out of sight in one step; a reader finds all of it or nothing.
+
+        What is returned deletes it; it may be called later, and from another thread.
         """
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from urllib.parse import unquote, urlsplit
 
 from dcp_pipeline.core.errors import (
@@ -84,6 +85,30 @@ class FileSystemStorage(Storage):
 
     def open(self, checkpoint_id: str) -> FileSystemDirectory:
         return FileSystemDirectory(self, local_path(checkpoint_id))
+
+    def folders(self, location: str) -> list[str]:
+        path = local_path(location)
+        try:
+            with os.scandir(path) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror}", path, error.errno) from error
+
+    def retire(self, location: str) -> Callable[[], None]:
+        parent, name = os.path.split(local_path(location))
+        aside = os.path.join(parent, f".removed-{name}-{os.urandom(4).hex()}")
+        self.changes.replace(os.path.join(parent, name), aside)
+        return partial(self._delete, aside)
+
+    def _delete(self, aside: str) -> None:
+        # Its old name must not come back, after a loss of power, with half of the files.
+        self.changes.sync_directory(os.path.dirname(aside))
+        if os.path.islink(aside):
+            self.changes.remove(aside)
+        else:
+            self.changes.remove_tree(aside)
 
     def close(self) -> None:
         self.buffers.close()
@@ -290,6 +315,14 @@ class FileSystemDirectory(Directory):
                     self._changes.remove(path)
                 except FileNotFoundError:
                     continue
+
+    def remove_if_empty(self) -> None:
+        with self._system_errors(self.location):
+            try:
+                self._changes.remove_directory(self.location)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
 
     def _path(self, name: str) -> str:
         return os.path.join(self.location, safe_name(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dcp_pipeline.core.errors import (
     ConcurrentSaveError,
@@ -34,6 +34,17 @@ class MemoryStorage(Storage):
                 f"storage 'memory' takes memory:// URIs, found {checkpoint_id!r}", "storage"
             )
         return MemoryDirectory(checkpoint_id.rstrip("/"))
+
+    def folders(self, location: str) -> list[str]:
+        above = f"{location.rstrip('/')}/"
+        with _LOCK:
+            below = [name[len(above) :] for name in _DIRECTORIES if name.startswith(above)]
+        return sorted({name.partition("/")[0] for name in below})
+
+    def retire(self, location: str) -> Callable[[], None]:
+        with _LOCK:
+            retired = _DIRECTORIES.pop(location.rstrip("/"), {})
+        return retired.clear
 
 
 class MemoryDirectory(Directory):

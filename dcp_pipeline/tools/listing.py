@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from dataclasses import dataclass
 
 from dcp_pipeline.core.errors import CheckpointError, StorageError
 from dcp_pipeline.layout import names
+from dcp_pipeline.manager.steps import PINNED, step_of
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.storage.filesystem import FileSystemStorage
 from dcp_pipeline.tools.inspect import FileInfo, files_of
 from dcp_pipeline.tools.opening import Found, State, look, open_directory, state_of
 
 __all__ = ["CheckpointInfo", "Listing", "list_directory"]
-
-_STEP = re.compile(r"step-(0|[1-9]\d*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,7 @@ class CheckpointInfo:
         nbytes: on disk, of all files in the folder.
         keys: how many it holds, ``None`` where nothing was committed.
         problem: what is wrong, empty where nothing is.
+        is_pinned: whether somebody has said that it stays.
     """
 
     name: str
@@ -46,6 +45,7 @@ class CheckpointInfo:
     nbytes: int
     keys: int | None
     problem: str
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _below(parent: Directory, name: str) -> CheckpointInfo | None:
         found = look(directory)
     except StorageError as error:
         return CheckpointInfo(
-            name, path, State.DAMAGED, False, _step(name), None, 0.0, 0, None, str(error)
+            name, path, State.DAMAGED, False, step_of(name), None, 0.0, 0, None, str(error)
         )
     return _describe(directory, found, name) if found.is_checkpoint else None
 
@@ -115,18 +115,14 @@ def _describe(directory: Directory, found: Found, name: str) -> CheckpointInfo:
         path=directory.location,
         state=state,
         is_being_saved=found.is_being_saved,
-        step=_step(os.path.basename(directory.location)),
+        step=step_of(os.path.basename(directory.location)),
         save_id=manifest.save_id if manifest is not None and is_ours else None,
         age_seconds=max(0.0, time.time() - since),
         nbytes=sizes,
         keys=None if manifest is None else len(manifest.names),
         problem=problem,
+        is_pinned=PINNED in found.names,
     )
-
-
-def _step(name: str) -> int | None:
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def _sizes(directory: Directory, found: Found) -> tuple[int, float]:

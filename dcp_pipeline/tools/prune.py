@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -11,20 +10,20 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dcp_pipeline.core.checksum import digest_of
 from dcp_pipeline.core.errors import CheckpointError, MissingFileError
 from dcp_pipeline.core.liveness import ProcessIdentity
-from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout import names
-from dcp_pipeline.layout.record import dead_names, is_live_marker, names_in
+from dcp_pipeline.layout.record import dead_names, is_live_marker
+from dcp_pipeline.manager.claim import RUN
+from dcp_pipeline.manager.steps import step_of
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.storage.changes import FileChanges
 from dcp_pipeline.storage.filesystem import FileSystemDirectory, FileSystemStorage
+from dcp_pipeline.tools.needed import is_own_metadata, needed_names
 from dcp_pipeline.tools.opening import look, open_directory
 
 __all__ = ["Leftover", "PruneReport", "prune"]
 
-_STEP = re.compile(r"step-(0|[1-9]\d*)")
 _REMOVED = re.compile(r"\.removed-step-(0|[1-9]\d*)-[0-9a-f]{8}")
 _NEW_SECONDS = 60.0
 _DEAD = "left by a save that never finished"
@@ -79,7 +78,8 @@ def prune(
     """Tidy a directory of checkpoints, or a single checkpoint.
 
     Removed are files of saves that are neither committed nor under way, directories ``step-N`` with
-    nothing else in them, and what the manager has taken out of sight. Files of committed
+    nothing else in them, the mark of a run that has ended, and what the manager has taken out of
+    sight. Files of committed
     checkpoints and files that are not this package's are never touched. Safe beside live saves and
     beside another prune.
 
@@ -127,6 +127,7 @@ class _Pruner:
     def run(self, location: str) -> None:
         directory = self.storage.open(location)
         self._checkpoint(directory)
+        self._claim(directory)
         for name in directory.names():
             path = os.path.join(location, name)
             if os.path.islink(path) or not os.path.isdir(path):
@@ -148,7 +149,7 @@ class _Pruner:
         before = look(directory, stale_after)
         self._say_who_is_alive(directory, before.names)
         try:
-            dead = dead_names(directory, lambda: _needed(directory), stale_after)
+            dead = dead_names(directory, lambda: needed_names(directory), stale_after)
         except CheckpointError as error:
             if any(map(names.save_of, before.names)):
                 why = f"it cannot be told what the checkpoint needs: {error}"
@@ -160,7 +161,7 @@ class _Pruner:
         gone |= self._helpers(directory)
         if is_committed:
             self._say_what_is_replaced(directory)
-        is_step = _STEP.fullmatch(os.path.basename(directory.location)) is not None
+        is_step = step_of(os.path.basename(directory.location)) is not None
         if is_step and not is_committed and not before.is_being_saved:
             left = set(directory.names()) - (gone if self.is_dry_run else set())
             self._directory(directory, left, has_lost=bool(gone))
@@ -182,7 +183,7 @@ class _Pruner:
         """Files of a checkpoint that ours has replaced, when the save was killed behind that."""
         if not directory.exists(names.MANIFEST):
             return
-        if directory.exists(names.METADATA) and not _is_own(directory):
+        if directory.exists(names.METADATA) and not is_own_metadata(directory):
             why = (
                 "it is of the checkpoint that was replaced, or of plain DCP: what it names is kept"
             )
@@ -190,6 +191,25 @@ class _Pruner:
         for name in filter(names.is_plain_dcp_data, directory.names()):
             why = "data of plain DCP, which may be being written"
             self.kept.append(Leftover(os.path.join(directory.location, name), 0, why))
+
+    def _claim(self, directory: FileSystemDirectory) -> None:
+        """The mark of a run in its root, where that run is gone."""
+        path = os.path.join(directory.location, RUN)
+        try:
+            mark, age = directory.read(RUN), directory.age(RUN)
+        except MissingFileError:
+            return
+        except CheckpointError as error:
+            self.failed.append(str(error))
+            return
+        owner = ProcessIdentity.parse(mark)
+        is_gone = owner is not None and owner.is_gone()
+        if is_gone or age > self.storage.stale_after:
+            self._remove(directory, RUN, "left by a run that has ended")
+            return
+        who = f"process {owner.pid} on {owner.host}" if owner else "nobody knows whom"
+        why = f"a run of {who} saves here; its mark was renewed {age:.0f} s ago"
+        self.kept.append(Leftover(path, 0, why))
 
     def _make_durable(self, directory: Directory) -> None:
         """A commit record that only the cache knows must not lose what the one on disk names."""
@@ -279,40 +299,3 @@ def _tree_bytes(path: str) -> int:
             except FileNotFoundError:
                 continue
     return total
-
-
-def _needed(directory: Directory) -> set[str]:
-    """Names that some commit record in the directory needs.
-
-    Raises:
-        CheckpointError: a record cannot be read, so that anything may be needed.
-    """
-    needed: set[str] = set()
-    listed = directory.names()
-    records = [names.rank_metadata_name(rank) for rank in names.metadata_ranks(listed)]
-    is_dcp = names.METADATA in listed
-    if names.MANIFEST in listed:
-        needed |= names_in(Manifest.decode(directory.read(names.MANIFEST)))
-        is_dcp = is_dcp and not _is_own(directory)
-    for record in [*records, *([names.METADATA] if is_dcp else [])]:
-        with contextlib.suppress(MissingFileError):
-            needed |= _named_by(directory.read(record))
-    # Whoever has lost the manifest may find it again: the digests of what .metadata names stay.
-    saves = {save for name in needed if (save := names.save_of(name)) is not None}
-    sums = {name for name in listed if name.endswith(".sums") and names.save_of(name) in saves}
-    return needed | sums
-
-
-def _is_own(directory: Directory) -> bool:
-    """Whether ``.metadata`` is the one that was committed with the manifest."""
-    entry = Manifest.decode(directory.read(names.MANIFEST)).metadata
-    data = directory.read(names.METADATA)
-    found = (len(data), digest_of("xxh3_64", data).hex())
-    return entry is not None and found == (entry.size, entry.digest)
-
-
-def _named_by(metadata: bytes) -> set[str]:
-    from dcp_pipeline.formats.metadata_pickle import read_metadata
-
-    stored = read_metadata(metadata).storage_data or {}
-    return {str(info.relative_path) for info in stored.values()}

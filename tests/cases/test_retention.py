@@ -31,6 +31,7 @@ def test_t08_only_directories_that_are_steps_count_and_are_deleted(tmp_path: Pat
     assert manager.steps() == [7, 100] and manager.latest() == 100
     manager.save(200, state(2.0))
     assert manager.steps() == [200]
+    manager.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [*others, Path(manager.path(200)).name]
     )

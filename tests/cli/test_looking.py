@@ -150,6 +150,7 @@ def test_ls_as_json(capsys: Captured, tmp_path: Path) -> None:
         "nbytes": sum(file.stat().st_size for file in (tmp_path / "step-9").iterdir()),
         "keys": 4,
         "problem": "",
+        "is_pinned": False,
     }
 
 

@@ -28,6 +28,7 @@ SURFACE = {
     ],
     "inspect": ["--files", "--help", "--json", "--keys", "path"],
     "ls": ["--help", "--json", "path"],
+    "latest": ["--help", "--json", "root"],
     "verify": ["--help", "--json", "--threads", "path"],
     "prune": ["--dry-run", "--help", "--json", "root"],
 }
@@ -61,6 +62,7 @@ def test_our_checkpoints_are_looked_at_without_torch(tmp_path: Path, serializati
         ["inspect", str(tmp_path / "step-1"), "--files"],
         ["inspect", str(tmp_path / "step-1"), "--json"],
         ["ls", str(tmp_path)],
+        ["latest", str(tmp_path)],
         ["ls", str(tmp_path / "step-1"), "--json"],
         *([["verify", str(tmp_path)]] if serialization == "safetensors" else []),
     ):
