@@ -97,7 +97,8 @@ def _empty(headers: list[dict[str, Any]], plan: GlobalPlan) -> tuple[tuple[Path,
     clashing = [dotted(spec.path) for spec in plan.table.keys if spec.path in found]
     if clashing:
         raise ShapeConflictError(
-            f"some ranks hold an empty dict where others hold a value: {list_some(clashing)}"
+            f"some ranks hold an empty dict where others hold a value: {list_some(clashing)}. Wrap"
+            " what each rank has of its own in RankLocal"
         )
     return tuple((path, kind) for path, kind in found.items() if path not in inner)
 
