@@ -48,8 +48,7 @@ def collect(flat: FlatState, encode_value: EncodeValue) -> Entries:
             f"; and {len(problems) - 20} more" * (len(problems) > 20)
         )
         raise UnsupportedLeafError(f"{len(problems)} leaves of the state cannot be stored: {shown}")
-    local = [bool(flat.locals) and flat.local_at(leaf.path) is not None for leaf in flat.leaves]
-    return _with_aliases(entries, local)
+    return _with_aliases(entries, [flat.local_at(leaf.path) is not None for leaf in flat.leaves])
 
 
 def _of_one_rank(leaf: Leaf, entry: Entry) -> Entry:

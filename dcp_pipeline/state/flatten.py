@@ -86,6 +86,7 @@ class FlatState:
     empty: list[tuple[Path, str]] = field(default_factory=list)
     expanded: list[Expanded] = field(default_factory=list)
     locals: dict[Path, Local] = field(default_factory=dict)
+    _depths: set[int] = field(default_factory=set)
 
     def states(self) -> dict[Path, Any]:
         """What stands at the path of each ``Stateful`` object once expanded."""
@@ -93,10 +94,18 @@ class FlatState:
 
     def local_at(self, path: Path) -> Local | None:
         """The value of this rank alone that ``path`` lies in, if any."""
-        if not self.locals:
-            return None
-        above = (self.locals.get(path[:depth]) for depth in range(len(path)))
-        return next((local for local in above if local is not None), None)
+        for depth in self._depths:
+            local = self.locals.get(path[:depth]) if depth < len(path) else None
+            if local is not None:
+                return local
+        return None
+
+    def add_local(self, path: Path, owner: RankLocal) -> Local:
+        """Note a value of this rank alone."""
+        local = Local(path, owner, rank_key(self.rank, self.world_size))
+        self.locals[path] = local
+        self._depths.add(len(path))
+        return local
 
 
 def flatten(state: Any, rank: int = 0, world_size: int = 1) -> FlatState:
@@ -131,8 +140,7 @@ def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: l
         if flat.local_at(path) is not None:
             problems.append(f"{dotted(path)!r} is a RankLocal inside another one")
         else:
-            local = Local(path, value, rank_key(flat.rank, flat.world_size))
-            flat.locals[path] = local
+            local = flat.add_local(path, value)
             _walk(value.value, local.inner, flat, problems, above)
     elif is_stateful(value):
         state = value.state_dict()

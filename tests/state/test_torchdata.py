@@ -101,6 +101,7 @@ def test_every_rank_goes_on_with_its_next_batch(
     assert ranks(2).run(go_on, tmp_path, kind, "error", config) == rest
 
 
+@pytest.mark.slow
 def test_with_workers(ranks: Pool, tmp_path: Path) -> None:
     rest = ranks(2).run(save_in_the_middle, tmp_path, "workers", [2, 3], {}, seconds=120)
     assert ranks(2).run(go_on, tmp_path, "workers", "error", {}, seconds=120) == rest
