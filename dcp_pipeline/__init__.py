@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcp_pipeline.api import (
+        async_save as async_save,
         load as load,
         load_keys as load_keys,
         load_state_dict as load_state_dict,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         PipelineConfig as PipelineConfig,
     )
     from dcp_pipeline.core.errors import (
+        BackgroundDiedError as BackgroundDiedError,
         CheckpointError as CheckpointError,
         CheckpointExistsError as CheckpointExistsError,
         CheckpointNotFoundError as CheckpointNotFoundError,
@@ -103,11 +105,14 @@ if TYPE_CHECKING:
         verify as verify,
     )
     from dcp_pipeline.types.dcp import (
+        AsyncCheckpointerType as AsyncCheckpointerType,
+        AsyncSaveResponse as AsyncSaveResponse,
         AsyncStager as AsyncStager,
         BytesStorageMetadata as BytesStorageMetadata,
         ChunkStorageMetadata as ChunkStorageMetadata,
         DefaultLoadPlanner as DefaultLoadPlanner,
         DefaultSavePlanner as DefaultSavePlanner,
+        DefaultStager as DefaultStager,
         LoadItemType as LoadItemType,
         LoadPlan as LoadPlan,
         LoadPlanner as LoadPlanner,
@@ -117,6 +122,7 @@ if TYPE_CHECKING:
         SavePlan as SavePlan,
         SavePlanner as SavePlanner,
         SerializationFormat as SerializationFormat,
+        StagingOptions as StagingOptions,
         Stateful as Stateful,
         StorageMeta as StorageMeta,
         StorageReader as StorageReader,
@@ -134,6 +140,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "dcp_pipeline.api": (
+        "async_save",
         "load",
         "load_keys",
         "load_state_dict",
@@ -143,6 +150,7 @@ _HOME = {
     "dcp_pipeline.builder": ("PipelineBuilder",),
     "dcp_pipeline.config.model": ("PipelineConfig",),
     "dcp_pipeline.core.errors": (
+        "BackgroundDiedError",
         "CheckpointError",
         "CheckpointExistsError",
         "CheckpointNotFoundError",
@@ -203,11 +211,14 @@ _HOME = {
     "dcp_pipeline.state.rng": ("RngState",),
     "dcp_pipeline.tools.verify": ("verify",),
     "dcp_pipeline.types.dcp": (
+        "AsyncCheckpointerType",
+        "AsyncSaveResponse",
         "AsyncStager",
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "DefaultLoadPlanner",
         "DefaultSavePlanner",
+        "DefaultStager",
         "LoadItemType",
         "LoadPlan",
         "LoadPlanner",
@@ -217,6 +228,7 @@ _HOME = {
         "SavePlan",
         "SavePlanner",
         "SerializationFormat",
+        "StagingOptions",
         "Stateful",
         "StorageMeta",
         "StorageReader",

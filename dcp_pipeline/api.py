@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter as TorchFileSystemWriter
 
 from dcp_pipeline.config.compose import load_mapping
 from dcp_pipeline.config.model import PipelineConfig
+from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import ConfigError, MissingKeyError
 from dcp_pipeline.dcp.reader import FileSystemReader
 from dcp_pipeline.dcp.writer import FileSystemWriter
@@ -20,16 +23,21 @@ from dcp_pipeline.pipelines.report import LoadReport
 from dcp_pipeline.pipelines.together import run_together
 from dcp_pipeline.rules.base import matches
 from dcp_pipeline.types.dcp import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    AsyncStager,
     DefaultLoadPlanner,
     DefaultSavePlanner,
+    DefaultStager,
     LoadPlanner,
     Metadata,
     SavePlanner,
+    StagingOptions,
     StorageReader,
     StorageWriter,
 )
 
-__all__ = ["load", "load_keys", "load_state_dict", "save", "save_state_dict"]
+__all__ = ["async_save", "load", "load_keys", "load_state_dict", "save", "save_state_dict"]
 
 Config = PipelineConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 CheckpointId = str | os.PathLike[str] | None
@@ -92,6 +100,85 @@ def save(
     job = _job(planner or DefaultSavePlanner(), writer, config, process_group, no_dist)
     job.use_collectives = use_collectives
     return _save_foreign(state_dict, job)
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: CheckpointId = None,
+    config: Config = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    async_checkpointer_type: AsyncCheckpointerType | None = None,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[Any] | AsyncSaveResponse:
+    """Save in the background, in place of ``torch.distributed.checkpoint.async_save``.
+
+    The pipeline of a config, with its buffers and its background process, is kept until the program
+    ends, and used again by later calls with an equal config. With a :class:`Pipeline` of your own,
+    you decide when it is closed.
+
+    Args:
+        state_dict, checkpoint_id, config, process_group, no_dist: as in :func:`save`.
+        storage_writer, planner: as in :func:`save`. Written for DCP they run in a thread.
+        async_checkpointer_type: a thread or a process, ``None`` for the config's ``background``.
+        async_stager: one written for DCP; yours to close. ``None`` for the config's.
+        use_collectives: as in :func:`save`.
+
+    Returns:
+        As :meth:`Pipeline.async_save`.
+
+    Raises:
+        CheckpointException: an earlier save of an equal config failed, and nobody has seen it.
+        ConfigError: a planner or writer of DCP's, or its own stager, with a background process.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     saving = async_save({"weight": torch.ones(2)}, checkpoint_id=path)
+        ...     _ = saving.result()
+        ...     load_keys(path)
+        {'weight': tensor([1., 1.])}
+    """
+    if isinstance(storage_writer, FileSystemWriter) and planner is None and use_collectives:
+        if checkpoint_id is None:
+            checkpoint_id = storage_writer.path
+        config, storage_writer = storage_writer.config, None
+    pipeline = _kept_pipeline(_config(config, os.fspath(checkpoint_id or "")))
+    if storage_writer is None and planner is None and use_collectives:
+        return pipeline.async_save(
+            state_dict,
+            _named(checkpoint_id),
+            process_group=process_group,
+            no_dist=no_dist,
+            async_checkpointer_type=async_checkpointer_type,
+            async_stager=async_stager,
+        )
+    writer = storage_writer
+    if writer is None and not use_collectives:
+        writer = TorchFileSystemWriter(_named(checkpoint_id))
+    elif writer is None:
+        writer = FileSystemWriter(_named(checkpoint_id), config=_config(config, ""))
+    writer.reset(checkpoint_id)
+    if async_stager is None and isinstance(writer, AsyncStager):
+        async_stager = writer
+    stager = async_stager or DefaultStager(StagingOptions(False, False, False, False))
+
+    def finish(staged: Any, failure: Exception | None, coordinator: Coordinator) -> Metadata:
+        job = ForeignJob(coordinator, planner or DefaultSavePlanner(), writer)
+        job.use_collectives = use_collectives
+        try:
+            return _save_foreign(staged, job, failure, in_background=True)
+        finally:
+            if async_stager is None:
+                stager.close()
+
+    return pipeline.async_save_staged(
+        state_dict, stager, finish, async_checkpointer_type, process_group, no_dist
+    )
 
 
 def load(
@@ -257,11 +344,31 @@ def _job(
     return ForeignJob(coordinator, planner, storage)
 
 
-def _save_foreign(state_dict: dict[str, Any], job: ForeignJob) -> Metadata:
+_KEPT: dict[tuple[int, str], Pipeline] = {}
+_KEPT_LOCK = threading.Lock()
+
+
+def _kept_pipeline(config: PipelineConfig) -> Pipeline:
+    """The pipeline that asynchronous saves of this process share, if their configs are equal."""
+    key = os.getpid(), config.digest()
+    with _KEPT_LOCK:
+        if key not in _KEPT:
+            _KEPT[key] = Pipeline(config)
+        return _KEPT[key]
+
+
+def _save_foreign(
+    state_dict: dict[str, Any],
+    job: ForeignJob,
+    failure: Exception | None = None,
+    in_background: bool = False,
+) -> Metadata:
     trace = Trace("save", job.coordinator.rank)
     try:
         inputs = {"state": state_dict, "job": job}
-        values = run_together(foreign_save_graph(), inputs, job.coordinator, trace)
+        values = run_together(
+            foreign_save_graph(), inputs, job.coordinator, trace, failure, in_background
+        )
     except BaseException:
         if isinstance(job.storage, FileSystemWriter):
             job.storage.abandon()

@@ -59,6 +59,10 @@ class PipelineBuilder:
         """Choose where the bytes go."""
         return self._set("storage", _part("storage", kind, fields))
 
+    def background(self, kind: str | KindConfig, **fields: Any) -> Self:
+        """Choose where asynchronous saves run, and what becomes of their errors."""
+        return self._set("background", _part("background", kind, fields))
+
     def manager(self, kind: str | KindConfig, **fields: Any) -> Self:
         """Say when a run saves, which steps stay, and when it stops."""
         return self._set("manager", _part("manager", kind, fields))

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +18,8 @@ from dcp_pipeline.core.errors import ConfigError, RollbackFailedError, StateErro
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.graph.trace import Trace
+from dcp_pipeline.pipelines.asynchronous import AsyncCall, AsyncSaves, left_out
+from dcp_pipeline.pipelines.complete import complete
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.load import load_graph
 from dcp_pipeline.pipelines.load_job import LoadJob, Rollback
@@ -25,6 +29,7 @@ from dcp_pipeline.pipelines.save import save_graph
 from dcp_pipeline.pipelines.saved import SavedMetadata
 from dcp_pipeline.pipelines.steps.load_again import Replaced
 from dcp_pipeline.pipelines.together import run_together
+from dcp_pipeline.types.dcp import AsyncCheckpointerType, AsyncSaveResponse, AsyncStager
 
 __all__ = ["Pipeline"]
 
@@ -62,6 +67,8 @@ class Pipeline:
     ) -> None:
         self.config = config or PipelineConfig()
         self._parts = Parts.build(self.config)
+        self._save_nodes = tuple(save_nodes)
+        self._async_saves: dict[str, AsyncSaves] = {}
         self.save_graph: Graph = save_graph(self._parts, save_nodes)
         self.load_graph: Graph = load_graph(self._parts, load_nodes)
 
@@ -123,21 +130,165 @@ class Pipeline:
         Raises:
             CheckpointException: on every rank, if any failed. Nothing was committed then.
         """
+        self.wait()
         coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
         directory = self._parts.storage.open(_as_text(checkpoint_id))
-        job = SaveJob(self._parts, coordinator, directory, _checked_notes(notes))
-        job.guard = guard or job.guard
+        job = SaveJob(self._parts, coordinator, directory, _checked_notes(notes), guard)
         trace = Trace("save", coordinator.rank)
-        try:
-            values = run_together(self.save_graph, {"state": state, "job": job}, coordinator, trace)
-            job.finish()
-        except BaseException:
-            job.abandon()
-            raise
-        if coordinator.is_coordinator:
-            logger.info("saved %s in %.3f s: %s", directory.location, trace.seconds, trace)
-        trace.slowest_writer = job.slowest_writer
-        return SavedMetadata(values["manifest"], directory.location, trace)
+        return complete(self.save_graph, {"state": state, "job": job}, job, trace)
+
+    def async_save(
+        self,
+        state: Any,
+        checkpoint_id: str | os.PathLike[str],
+        *,
+        process_group: Any = None,
+        no_dist: bool = False,
+        coordinator_rank: int = 0,
+        notes: Mapping[str, Any] | None = None,
+        guard: Callable[[], None] | None = None,
+        async_checkpointer_type: AsyncCheckpointerType | None = None,
+        async_stager: AsyncStager | None = None,
+    ) -> Future[Any] | AsyncSaveResponse:
+        """Take a snapshot of ``state`` on all ranks, and save it while training goes on.
+
+        The snapshot is the moment of the call: nothing that is changed afterwards, tensor or
+        Python value, shows up in the checkpoint. Saves end in the order of the calls.
+
+        What fails in the background fails on all ranks; it is logged at once, and raised by the
+        future, or else by the next save, :meth:`check`, :meth:`wait` or :meth:`close`.
+
+        Args:
+            guard: as in :meth:`save`; for a background process it has to be picklable.
+            async_checkpointer_type: a thread or a process, ``None`` for the config's background.
+            async_stager: one written for DCP, instead of the config's stager; yours to close.
+
+        Returns:
+            A future of what :meth:`save` returns, of ``None`` where the save was left out
+            (``background.when_full``). Where staging goes on after the call (an ``async_stager``
+            that does, or ``stager=pinned`` with ``overlap``) an ``AsyncSaveResponse``: wait for its
+            ``staging_completion`` before changing the state.
+
+        Raises:
+            CheckpointException: an earlier save failed in the background, and nobody has seen it.
+            CheckpointError: the state cannot be stored, where there is one rank; several hear of
+                it together, from the future.
+
+        Example:
+            >>> import tempfile, torch
+            >>> state = {"weight": torch.ones(4)}
+            >>> with Pipeline() as pipeline, tempfile.TemporaryDirectory() as path:
+            ...     saving = pipeline.async_save(state, path)
+            ...     _ = state["weight"].zero_()
+            ...     _ = saving.result()
+            ...     _ = pipeline.load(state, path)
+            >>> state["weight"]
+            tensor([1., 1., 1., 1.])
+        """
+        call = self._async_call(
+            process_group, no_dist, coordinator_rank, checkpoint_id, notes, guard
+        )
+        return self._asynchronous(async_checkpointer_type).save(state, call, async_stager)
+
+    def async_save_staged(
+        self,
+        state: Any,
+        stager: AsyncStager,
+        finish: Callable[[Any, Exception | None, Coordinator], Any],
+        async_checkpointer_type: AsyncCheckpointerType | None = None,
+        process_group: Any = None,
+        no_dist: bool = False,
+    ) -> Future[Any] | AsyncSaveResponse:
+        """Let ``finish`` save in the background what a stager of DCP's has taken.
+
+        Everything else is as in :meth:`async_save`.
+
+        Args:
+            finish: gets what was staged, or what went wrong with it, and the ranks.
+        """
+        call = self._async_call(process_group, no_dist, 0, "staged", None, None)
+        saves = self._asynchronous(async_checkpointer_type)
+        if not saves.make_room(call):
+            return left_out()
+        coordinator = call.coordinator(True)
+        return saves.save_staged(
+            state, coordinator, stager, lambda staged, failure: finish(staged, failure, coordinator)
+        )
+
+    def warm_up(
+        self,
+        state: Any = None,
+        *,
+        process_group: Any = None,
+        no_dist: bool = False,
+        async_checkpointer_type: AsyncCheckpointerType | None = None,
+    ) -> None:
+        """Do ahead what the first asynchronous save would wait for; on all ranks together.
+
+        Starts the background process, and makes buffers for snapshots of ``state``, if given.
+
+        Raises:
+            CheckpointException: a process could not be started.
+        """
+        call = self._async_call(process_group, no_dist, 0, "warm-up", None, None)
+        self._asynchronous(async_checkpointer_type).warm_up(state, call)
+
+    def check(self, process_group: Any = None, no_dist: bool = False) -> None:
+        """Raise what has failed in the background so far, on all ranks together; does not wait.
+
+        Raises:
+            CheckpointException: a save failed, or a background process died, on any rank.
+        """
+        for saves in self._async_saves.values():
+            saves.check(self.coordinator(process_group, no_dist))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until no save is under way in the background.
+
+        Args:
+            timeout: seconds, ``None`` for none.
+
+        Raises:
+            CheckpointException: a save failed, and nobody has seen it.
+            CoordinationError: they did not end in time.
+        """
+        for saves in self._async_saves.values():
+            saves.in_flight.wait(timeout)
+
+    @property
+    def failures(self) -> int:
+        """How many saves have failed in the background, seen or not."""
+        return sum(saves.in_flight.failures for saves in self._async_saves.values())
+
+    def _asynchronous(self, wanted: AsyncCheckpointerType | None) -> AsyncSaves:
+        config = self.config.background
+        is_process = wanted is AsyncCheckpointerType.PROCESS
+        if wanted is not None and is_process != (config.kind == "process"):
+            common = config.model_dump(exclude={"kind", "start_timeout_seconds"})
+            chosen = {"kind": "process" if is_process else "thread", **common}
+            config = load_mapping({**self.config.to_dict(), "background": chosen}).background
+        if config.kind not in self._async_saves:
+            self._async_saves[config.kind] = AsyncSaves(
+                self._parts, self._save_nodes, config.build()
+            )
+        return self._async_saves[config.kind]
+
+    def _async_call(
+        self,
+        process_group: Any,
+        no_dist: bool,
+        coordinator_rank: int,
+        checkpoint_id: str | os.PathLike[str],
+        notes: Mapping[str, Any] | None,
+        guard: Callable[[], None] | None,
+    ) -> AsyncCall:
+        def coordinator(in_background: bool) -> Coordinator:
+            return self._parts.coordination.coordinator(
+                process_group, no_dist, coordinator_rank, in_background
+            )
+
+        directory = self._parts.storage.open(_as_text(checkpoint_id))
+        return AsyncCall(directory, coordinator, _checked_notes(notes), guard)
 
     def load(
         self,
@@ -205,8 +356,20 @@ class Pipeline:
         return self._parts.coordination.coordinator(process_group, no_dist, coordinator_rank)
 
     def close(self) -> None:
-        """Give back buffers and connections."""
-        self._parts.close()
+        """Wait for what is under way in the background, and give back buffers and processes.
+
+        Raises:
+            CheckpointException: a save failed in the background, and nobody has seen it.
+            CoordinationError: saves did not end within ``background.close_timeout_seconds``.
+        """
+        self._close(raises=True)
+
+    def _close(self, raises: bool) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._parts.close)
+            while self._async_saves:
+                _, saves = self._async_saves.popitem()
+                stack.callback(saves.close, raises)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -217,7 +380,8 @@ class Pipeline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        # What unwinds the stack stays what is raised.
+        self._close(raises=error is None)
 
 
 def _undo(job: LoadJob, error: BaseException) -> None:

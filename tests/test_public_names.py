@@ -6,7 +6,15 @@ import sys
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata, planner, stateful, storage
+from torch.distributed.checkpoint import (
+    filesystem,
+    metadata,
+    planner,
+    staging,
+    state_dict_saver,
+    stateful,
+    storage,
+)
 
 import dcp_pipeline
 from dcp_pipeline.core import errors
@@ -16,7 +24,6 @@ LATER = {
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
     "QuantizedHuggingFaceStorageReader",
-    "async_save",
     "load_sharded_optimizer_state_dict",
 }
 OURS = {
@@ -39,6 +46,7 @@ OURS = {
     "RngState",
     "Trace",
     "Where",
+    "async_save",
     "load",
     "load_keys",
     "load_state_dict",
@@ -71,7 +79,7 @@ def test_every_public_name_of_dcp_is_here() -> None:
 
 
 def test_types_are_torchs_own() -> None:
-    modules = (dcp, filesystem, metadata, planner, stateful, storage)
+    modules = (dcp, filesystem, metadata, planner, staging, stateful, state_dict_saver, storage)
     own = {"FileSystemReader", "FileSystemWriter", "CheckpointException", *OURS}
     for name in dcp_pipeline.__all__:
         theirs = next((vars(m)[name] for m in modules if name in vars(m)), None)

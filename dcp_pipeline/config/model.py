@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from dcp_pipeline.background.config import ThreadBackgroundConfig
 from dcp_pipeline.config.kinds import kind_config
 from dcp_pipeline.coordination.config import ProcessGroupConfig
 from dcp_pipeline.core.kind import FrozenModel, KindConfig
@@ -74,6 +75,7 @@ class PipelineConfig(FrozenModel):
         serialization: how an item becomes bytes.
         layout: how a checkpoint is laid out in a directory.
         storage: where the bytes go.
+        background: where asynchronous saves run, and what becomes of their errors.
         manager: when a run saves, which steps stay, and when it stops.
         rollback: how a failed load is undone: ``copy`` keeps the old values meanwhile,
             ``verify_first`` reads everything twice, ``none`` leaves what was loaded.
@@ -102,6 +104,9 @@ class PipelineConfig(FrozenModel):
     layout: Annotated[SerializeAsAny[KindConfig], _group("layout", "dcp")] = DcpLayoutConfig()
     storage: Annotated[SerializeAsAny[KindConfig], _group("storage", "filesystem")] = (
         FileSystemConfig()
+    )
+    background: Annotated[SerializeAsAny[KindConfig], _group("background", "thread")] = (
+        ThreadBackgroundConfig()
     )
     # By name, since the manager stands above the config.
     manager: Annotated[SerializeAsAny[KindConfig], _group("manager", "default")] = Field(

@@ -15,7 +15,11 @@ class Coordination(ABC):
 
     @abstractmethod
     def coordinator(
-        self, process_group: Any = None, no_dist: bool = False, coordinator_rank: int = 0
+        self,
+        process_group: Any = None,
+        no_dist: bool = False,
+        coordinator_rank: int = 0,
+        background: bool = False,
     ) -> Coordinator:
         """The coordinator of the ranks in ``process_group``.
 
@@ -23,6 +27,8 @@ class Coordination(ABC):
             process_group: ``None`` for all ranks.
             no_dist: this process alone.
             coordinator_rank: rank within the group that decides.
+            background: for a save in the background, whose messages never mix with those of what
+                the caller does meanwhile.
 
         Raises:
             NotDistributedError: there should be several ranks and there is no process group.

@@ -1,6 +1,7 @@
 """Agreement over ``torch.distributed``, on a gloo group of its own.
 
-The group is made once per process group and never shared with training. Messages are bytes that
+The group is made once per process group, and once more for the background, and never shared with
+training. Messages are bytes that
 go to the coordinator and back, so that a rank that is gone is known by name. Every round runs in a
 thread of its own while the caller keeps looking at the store, so that a rank which has lost contact
 with one other can tell all the rest.
@@ -50,7 +51,11 @@ class ProcessGroupCoordination(Coordination):
         self._poll_seconds = poll_seconds
 
     def coordinator(
-        self, process_group: Any = None, no_dist: bool = False, coordinator_rank: int = 0
+        self,
+        process_group: Any = None,
+        no_dist: bool = False,
+        coordinator_rank: int = 0,
+        background: bool = False,
     ) -> Coordinator:
         if no_dist:
             return SingleProcessCoordinator()
@@ -64,7 +69,7 @@ class ProcessGroupCoordination(Coordination):
                 )
             return SingleProcessCoordinator()
         group = process_group if process_group is not None else dist.group.WORLD
-        control = _control_group(group, self._timeout)
+        control = _control_group(group, self._timeout, background)
         return ProcessGroupCoordinator(control, coordinator_rank, self._poll_seconds)
 
 
@@ -85,19 +90,20 @@ class _ControlGroup:
         self.has_lost_store = False
 
 
-_CONTROL_GROUPS: weakref.WeakKeyDictionary[Any, dict[timedelta, _ControlGroup]]
+_CONTROL_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[timedelta, bool], _ControlGroup]]
 _CONTROL_GROUPS = weakref.WeakKeyDictionary()
 """Groups live as long as the process group they were made for; making one takes a rendezvous."""
 
 _CREATION = threading.Lock()
 
 
-def _control_group(group: Any, timeout: timedelta) -> _ControlGroup:
+def _control_group(group: Any, timeout: timedelta, background: bool) -> _ControlGroup:
     with _CREATION:
         known = _CONTROL_GROUPS.setdefault(group, {})
-        if timeout not in known or known[timeout].is_broken:
+        kind = timeout, background
+        if kind not in known or known[kind].is_broken:
             try:
-                known[timeout] = _ControlGroup(group, timeout)
+                known[kind] = _ControlGroup(group, timeout)
             except (RuntimeError, ValueError) as error:
                 ranks = dist.get_process_group_ranks(group)
                 raise CoordinationError(
@@ -105,7 +111,7 @@ def _control_group(group: Any, timeout: timedelta) -> _ControlGroup:
                     f" {timeout.total_seconds():g} s (coordination.timeout_seconds): one has failed"
                     f" before, or never called it: {str(error).splitlines()[0]}"
                 ) from error
-        return known[timeout]
+        return known[kind]
 
 
 class _LostContact(Exception):
@@ -121,7 +127,7 @@ class ProcessGroupCoordinator(Coordinator):
     """One save or load of the ranks of a group."""
 
     def __init__(self, control: _ControlGroup, coordinator_rank: int, poll_seconds: float) -> None:
-        self._control = control
+        self._control = self.lane = control
         self._group = control.group
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)

@@ -13,7 +13,11 @@ class SingleProcessCoordination(Coordination):
     """Saves and loads in this process alone, whatever ``torch.distributed`` says."""
 
     def coordinator(
-        self, process_group: object = None, no_dist: bool = False, coordinator_rank: int = 0
+        self,
+        process_group: object = None,
+        no_dist: bool = False,
+        coordinator_rank: int = 0,
+        background: bool = False,
     ) -> Coordinator:
         return SingleProcessCoordinator()
 

@@ -22,6 +22,9 @@ class Coordinator(ABC):
         coordinator_rank: the rank that decides.
     """
 
+    lane: object | None = None
+    """What saves in the background have to follow one another on, in one order on all ranks."""
+
     rank: int
     world_size: int
     coordinator_rank: int

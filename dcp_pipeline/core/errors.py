@@ -32,6 +32,7 @@ The tree (a built-in in brackets is a second base, so that the obvious ``except`
     ├── CoordinationError [RuntimeError]
     │   ├── NotDistributedError                  several ranks by WORLD_SIZE, but no process group
     │   ├── DisagreementError [ValueError]       ranks name different checkpoints or configs
+    │   ├── BackgroundDiedError                  a background process has ended by itself
     │   └── PeerFailedError                      this rank stopped because another one failed
     ├── RollbackFailedError [RuntimeError]   a failed load could not be undone
     └── RemoteError [RuntimeError]           an error of a type unknown here, from another rank
@@ -46,6 +47,7 @@ import errno as _errno
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "BackgroundDiedError",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
@@ -273,6 +275,18 @@ class NotDistributedError(CoordinationError):
 
 class DisagreementError(CoordinationError, ValueError):
     """Ranks name different checkpoints or hold different configs."""
+
+
+class BackgroundDiedError(CoordinationError):
+    """The process that saves in the background has ended, or does not answer.
+
+    Attributes:
+        exit_code: how it ended, ``None`` where that is not known; negative for a signal.
+    """
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class PeerFailedError(CoordinationError):

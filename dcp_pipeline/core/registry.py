@@ -22,7 +22,16 @@ from dcp_pipeline.core.kind import KindConfig
 
 __all__ = ["GROUPS", "TRANSFORM", "did_you_mean", "kinds", "model_of", "register", "unregister"]
 
-GROUPS = ("stager", "planner", "coordination", "serialization", "layout", "storage", "manager")
+GROUPS = (
+    "stager",
+    "planner",
+    "coordination",
+    "serialization",
+    "layout",
+    "storage",
+    "background",
+    "manager",
+)
 """The groups of a pipeline, in the order in which they are shown."""
 
 TRANSFORM = "transform"
@@ -32,6 +41,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "stager": {
         "host": "dcp_pipeline.staging.config:HostStagerConfig",
         "inplace": "dcp_pipeline.staging.config:InplaceStagerConfig",
+        "pinned": "dcp_pipeline.staging.config:PinnedStagerConfig",
+        "shared": "dcp_pipeline.staging.config:SharedStagerConfig",
     },
     "planner": {"default": "dcp_pipeline.planning.config:DefaultPlannerConfig"},
     "coordination": {
@@ -46,6 +57,10 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "storage": {
         "filesystem": "dcp_pipeline.storage.config:FileSystemConfig",
         "memory": "dcp_pipeline.storage.config:MemoryConfig",
+    },
+    "background": {
+        "process": "dcp_pipeline.background.config:ProcessBackgroundConfig",
+        "thread": "dcp_pipeline.background.config:ThreadBackgroundConfig",
     },
     "manager": {"default": "dcp_pipeline.manager.config:ManagerConfig"},
     TRANSFORM: {

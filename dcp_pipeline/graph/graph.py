@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
@@ -52,6 +52,21 @@ class Graph:
             place = max((i + 1 for i, other in enumerate(listed) if other.name in made), default=0)
             listed.insert(place if made else len(listed), node)
         return Graph(self.name, listed, self.inputs)
+
+    def split(self, name: str, passed_on: Callable[[str], bool]) -> tuple[Graph, Graph]:
+        """The nodes up to the one called ``name``, and those behind it.
+
+        Args:
+            passed_on: which of the values that the first graph knows are inputs of the second.
+
+        Raises:
+            GraphError: a node of the second graph needs a value that is not passed on.
+        """
+        end = self.nodes.index(self[name]) + 1
+        first, second = self.nodes[:end], self.nodes[end:]
+        known = (*self.inputs, *(output for node in first for output in node.outputs))
+        inputs = [value for value in known if passed_on(value)]
+        return Graph(self.name, first, self.inputs), Graph(self.name, second, inputs)
 
     def through(self, value: str, node: Node) -> Graph:
         """This graph with ``node`` put in behind whatever makes ``value``.

@@ -10,7 +10,6 @@ from typing import Any
 from dcp_pipeline.core.errors import GraphError
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node, Where
-from dcp_pipeline.graph.quiet import without_collections
 from dcp_pipeline.graph.trace import NodeTiming, Trace
 
 __all__ = ["is_shared", "run"]
@@ -22,6 +21,7 @@ def run(
     trace: Trace,
     is_coordinator: bool = True,
     on_failure: Callable[[BaseException], None] = lambda error: None,
+    failure: BaseException | None = None,
 ) -> dict[str, Any]:
     """Run every node in order and return all values.
 
@@ -33,22 +33,12 @@ def run(
         trace: gets one timing per node that ran.
         is_coordinator: whether nodes of the coordinator run here.
         on_failure: called at once with the error of a node.
+        failure: what went wrong before this graph, where it is the second half of another.
 
     Raises:
         whatever a node raised; the error carries ``node`` and ``rank``.
     """
-    with without_collections():
-        return _run(graph, dict(values), trace, is_coordinator, on_failure)
-
-
-def _run(
-    graph: Graph,
-    known: dict[str, Any],
-    trace: Trace,
-    is_coordinator: bool,
-    on_failure: Callable[[BaseException], None],
-) -> dict[str, Any]:
-    failure: BaseException | None = None
+    known = dict(values)
     for node in graph:
         if failure is not None and not node.coordinates:
             continue

@@ -28,7 +28,7 @@ from dcp_pipeline.types.dcp import (
     WriteResult,
 )
 
-__all__ = ["ForeignJob", "foreign_load_graph", "foreign_save_graph"]
+__all__ = ["ForeignJob", "expanded", "foreign_load_graph", "foreign_save_graph"]
 
 
 @dataclass
@@ -98,15 +98,15 @@ def foreign_load_graph() -> Graph:
 
 
 def _collect(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with ``Stateful`` objects expanded, as DCP's planners want it."""
-    return {key: _expanded(value) for key, value in state.items()}
+    return {key: expanded(value) for key, value in state.items()}
 
 
-def _expanded(value: Any) -> Any:
+def expanded(value: Any) -> Any:
+    """A state with ``Stateful`` objects expanded, as DCP's planners and stagers want it."""
     if is_stateful(value):
-        return _expanded(value.state_dict())
+        return expanded(value.state_dict())
     if type(value) is dict:
-        return {key: _expanded(child) for key, child in value.items()}
+        return {key: expanded(child) for key, child in value.items()}
     return value
 
 

@@ -41,7 +41,7 @@ class SaveJob:
         has_tried_to_commit: on the coordinator, whether the commit record may be replaced by now.
         notes: kept in the manifest, as plain JSON data.
         guard: called on the coordinator before anything is written and again right before the
-            commit; what it raises fails the save.
+            commit; what it raises fails the save. Pickled for a background process.
         empty: containers of this rank's state that held nothing.
         is_tidy: on the coordinator, whether nothing is left over that only the marker names.
         slowest_writer: on the coordinator, the rank whose write took longest, and the seconds.
@@ -52,7 +52,7 @@ class SaveJob:
     coordinator: Coordinator
     directory: Directory
     notes: Mapping[str, Any] = field(default_factory=dict)
-    guard: Callable[[], None] = lambda: None
+    guard: Callable[[], None] | None = None
     save_id: str = ""
     written: list[str] = field(default_factory=list)
     may_delete: bool = True
@@ -63,6 +63,17 @@ class SaveJob:
     heartbeat: Heartbeat | None = None
     plan: CoordinatorPlan | None = None
     committed: Manifest | None = None
+
+    def ask_guard(self) -> None:
+        """Call the guard, if there is one."""
+        if self.guard is not None:
+            self.guard()
+
+    def again(self, coordinator: Coordinator) -> SaveJob:
+        """The same save, to be tried once more."""
+        return SaveJob(
+            self.parts, coordinator, self.directory, self.notes, self.guard, empty=self.empty
+        )
 
     def check_peers(self) -> None:
         """Raise if another rank has failed meanwhile."""

@@ -19,14 +19,18 @@ class SavedMetadata(Metadata):
     At thousands of ranks the objects take seconds and gigabytes, which few callers need.
 
     Attributes:
-        manifest: the commit record.
         trace: time, bytes and rate per node on this rank.
     """
 
-    def __init__(self, manifest: Manifest, location: str, trace: Trace) -> None:
-        self.manifest = manifest
+    def __init__(self, manifest: Manifest | bytes, location: str, trace: Trace) -> None:
+        self._record = manifest
         self.trace = trace
         self._location = location
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The commit record."""
+        return Manifest.decode(self._record) if isinstance(self._record, bytes) else self._record
 
     @cached_property
     def _made(self) -> Metadata:

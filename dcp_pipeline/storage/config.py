@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -60,6 +61,8 @@ class FileSystemConfig(KindConfig):
 
 class MemoryConfig(KindConfig):
     """This process's memory, for tests."""
+
+    works_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"background": ("thread",)}
 
     kind: Literal["memory"] = "memory"
 

@@ -25,16 +25,23 @@ from torch.distributed.checkpoint.planner import (
     TensorWriteData,
     WriteItemType,
 )
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+)
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 __all__ = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
     "AsyncStager",
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "DefaultStager",
     "LoadItemType",
     "LoadPlan",
     "LoadPlanner",
@@ -44,6 +51,7 @@ __all__ = [
     "SavePlan",
     "SavePlanner",
     "SerializationFormat",
+    "StagingOptions",
     "Stateful",
     "StorageMeta",
     "StorageReader",

@@ -91,6 +91,10 @@ class Entries(list[Entry]):
             if entry.alias < 0
         )
 
+    def wait(self) -> None:
+        """Until the memory behind the entries holds their values; copies may be under way."""
+        return None
+
     def keeping(self, wanted: Sequence[bool]) -> Entries:
         """The entries that are wanted; an alias of one that is not becomes its own."""
         place: dict[int, int] = {}

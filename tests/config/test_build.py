@@ -16,6 +16,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
 MADE = {
     ("stager", "host"): "staging.host:HostStager",
     ("stager", "inplace"): "staging.inplace:InplaceStager",
+    ("stager", "pinned"): "staging.host:PinnedStager",
+    ("stager", "shared"): "staging.host:SharedStager",
     ("planner", "default"): "planning.default:DefaultPlanner",
     ("coordination", "process_group"): "coordination.process_group:ProcessGroupCoordination",
     ("coordination", "single_process"): "coordination.single_process:SingleProcessCoordination",
@@ -24,6 +26,8 @@ MADE = {
     ("layout", "dcp"): "layout.dcp:DcpLayout",
     ("storage", "filesystem"): "storage.filesystem:FileSystemStorage",
     ("storage", "memory"): "storage.memory:MemoryStorage",
+    ("background", "process"): "background.base:ProcessBackground",
+    ("background", "thread"): "background.base:ThreadBackground",
     ("manager", "default"): "manager.retention:Retention",
     ("transform", "cast"): "rules.cast:CastRule",
     ("transform", "exclude"): "rules.exclude:ExcludeRule",

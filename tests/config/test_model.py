@@ -20,6 +20,7 @@ EVERYTHING: dict[str, Any] = {
     "serialization": {"kind": "torch_save", "safe_globals": ["mypkg.Thing"]},
     "layout": {"checksum": "sha256", "block_bytes": "128KiB"},
     "storage": FileSystemConfig(thread_count=4),
+    "background": {"kind": "process", "retries": 2, "io_priority": "idle"},
     "manager": {"keep_last": 3, "stop_signals": ["SIGUSR1"]},
     "rollback": "none",
     "strict": {"model": False, "model.head": True},
@@ -48,6 +49,7 @@ def test_defaults() -> None:
         "serialization": "torch_save",
         "layout": "dcp",
         "storage": "filesystem",
+        "background": "thread",
         "manager": "default",
     }
     rest = {key: value for key, value in config.to_dict().items() if key not in GROUPS}
@@ -168,7 +170,8 @@ MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         {"sorage": {}},
         "sorage",
         "sorage: unknown key; a config takes: stager, planner, coordination, serialization, "
-        "layout, storage, rollback, strict, casts, transforms, overwrite, read_replicas; did you "
+        "layout, storage, background, manager, rollback, strict, casts, transforms, overwrite,"
+        " read_replicas; did you "
         "mean 'storage'?",
     ),
     (
@@ -198,7 +201,7 @@ MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"stager": "gpu"},
         "stager",
-        "stager: found the kind 'gpu'; allowed: host, inplace",
+        "stager: found the kind 'gpu'; allowed: host, inplace, pinned, shared",
     ),
     (
         {"stager": {"kind": 3}},
@@ -354,7 +357,7 @@ def test_everything_that_is_wrong_is_reported_at_once() -> None:
     assert error.path == "stager"
     assert str(error).splitlines() == [
         "4 problems in the config:",
-        "  stager: found the kind 'y'; allowed: host, inplace",
+        "  stager: found the kind 'y'; allowed: host, inplace, pinned, shared",
         "  storage.thread_count: found 0; expected at least 1",
         "  storage.nope: unknown key; storage=filesystem takes the keys thread_count, sync_files, "
         "direct_io, reserve_space, buffer_bytes, stale_after_seconds",

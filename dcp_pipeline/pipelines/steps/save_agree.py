@@ -111,7 +111,7 @@ def start_save(
     Raises:
         CheckpointExistsError: there is a checkpoint and the config does not overwrite.
     """
-    job.guard()
+    job.ask_guard()
     directory, layout = job.directory, job.parts.layout
     record, superseded = layout.current(directory)
     if job.parts.config.overwrite == "error" and (record is not None or superseded is not None):

@@ -116,7 +116,7 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
             f"{marker} is gone from {directory.location}: another process took this save for dead,"
             " and removes what it has written. storage.stale_after_seconds says after how long"
         )
-    job.guard()
+    job.ask_guard()
     job.has_tried_to_commit = True
     try:
         directory.commit(name, record, plan.record, also)

@@ -11,5 +11,6 @@ __all__ = ["local_plan"]
 
 def local_plan(staged: Entries, job: SaveJob) -> ChunkTable:
     """One row per piece or value, in the order of the entries."""
+    staged.wait()
     coordinator = job.coordinator
     return job.parts.planner.local_plan(staged, coordinator.rank, coordinator.world_size)

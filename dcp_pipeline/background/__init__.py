@@ -1,0 +1,1 @@
+"""Backgrounds: where the rest of an asynchronous save runs while training goes on."""
