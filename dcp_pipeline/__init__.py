@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         UnfinishedCommitError as UnfinishedCommitError,
         UnsafeCheckpointError as UnsafeCheckpointError,
         UnsupportedLeafError as UnsupportedLeafError,
+        WorldSizeMismatchError as WorldSizeMismatchError,
     )
     from dcp_pipeline.core.manifest import (
         Manifest as Manifest,
@@ -183,6 +184,7 @@ _HOME = {
         "UnexpectedKeyError",
         "UnsafeCheckpointError",
         "UnsupportedLeafError",
+        "WorldSizeMismatchError",
     ),
     "dcp_pipeline.core.manifest": ("Manifest",),
     "dcp_pipeline.core.registry": ("register",),
