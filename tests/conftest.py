@@ -6,7 +6,7 @@ import pytest
 from dcp_pipeline.core.registry import register, unregister
 from tests.distributed.pool import Pool
 
-_WITH_FAULTS = {"cases", "faults_running", "crash"}
+_WITH_FAULTS = {"cases", "faults_running", "crash", "manager"}
 
 
 @pytest.fixture(scope="session")

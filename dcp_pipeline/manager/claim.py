@@ -30,6 +30,7 @@ logger = logging.getLogger("dcp_pipeline")
 
 _ATTEMPTS = 5
 _LOOKS_PER_HEARTBEAT = 4
+_UNKNOWN_HEARTBEAT = 10.0
 _CLOCK = 0.005
 """Seconds by which the same moment may seem to differ from one look to the next."""
 
@@ -220,7 +221,7 @@ def _heartbeat(mark: bytes) -> float:
     try:
         return min(max(float(json.loads(mark)["heartbeat_seconds"]), 0.01), 600.0)
     except (ValueError, KeyError, TypeError):
-        return 10.0
+        return _UNKNOWN_HEARTBEAT
 
 
 def _owner(mark: bytes) -> str:

@@ -22,6 +22,7 @@ from dcp_pipeline.manager.saving import Metrics, Saving, StepSaver
 from dcp_pipeline.manager.settings import settings_of
 from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.pipelines.saved import SavedMetadata
+from dcp_pipeline.types.dcp import AsyncSaveResponse
 
 __all__ = ["CheckpointManager"]
 
@@ -140,15 +141,15 @@ class CheckpointManager:
 
     def async_save(
         self, step: SupportsIndex, state: Any, *, metrics: Metrics | None = None
-    ) -> Future[Any]:
+    ) -> Future[Any] | AsyncSaveResponse:
         """As :meth:`save`, but return once the snapshot is taken.
 
         Steps that are not to be kept are removed once the new one is committed. Once the run is
         to stop, saves under way are waited for first, so that this one is not left out.
 
         Returns:
-            Done with the :class:`SavedMetadata` when the step is committed, with ``None`` where
-            ``background.when_full`` left it out.
+            What :meth:`Pipeline.async_save` does: a future, done with the :class:`SavedMetadata`
+            when the step is committed, or with ``None`` where ``background.when_full`` left it out.
 
         Raises:
             CheckpointException: as :meth:`save`; also where an earlier one failed meanwhile.
@@ -168,9 +169,9 @@ class CheckpointManager:
         except BaseException as error:
             self._saver.fail(saving, error)
             raise
-        future: Future[Any] = getattr(begun, "upload_completion", begun)
+        future = begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
         future.add_done_callback(partial(_end_save, self._saver, saving))
-        return future
+        return begun
 
     def _begin(self, step: SupportsIndex, metrics: Metrics | None) -> Saving:
         saving = self._saver.begin(step, metrics)
@@ -330,7 +331,8 @@ class CheckpointManager:
             return self.close()
         # The error is what matters: the other ranks may be anywhere, and nothing is asked of them.
         try:
-            self._saver.settle(self.pipeline.config.background.close_timeout_seconds)
+            background = self.pipeline.config.background
+            self._saver.settle(getattr(background, "close_timeout_seconds", None))
         finally:
             self._release()
             if self._owns_pipeline:

@@ -107,7 +107,12 @@ class Restorer:
             return self._restored(step, started, skipped, report)
 
     def _load(self, state: Any, step: int) -> LoadReport:
-        return self._pipeline.load(state, self._root.path(step), process_group=self._ranks.group)
+        path = self._root.path(step)
+        try:
+            return self._pipeline.load(state, path, process_group=self._ranks.group)
+        except Exception as error:
+            error.add_note(f"while {path} was restored")
+            raise
 
     def _choose(self, skipped: dict[int, str]) -> int | None:
         """The newest step that may be whole; those newer are skipped, and named in a warning."""

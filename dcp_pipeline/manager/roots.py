@@ -122,7 +122,13 @@ class Root:
         """
         if is_fresh or step not in self._known:
             self._known.pop(step, None)
-            self._known[step] = Summary.of(self._layout.open(self.open(step)))
+            directory = self.open(step)
+            try:
+                self._known[step] = Summary.of(self._layout.open(directory))
+            except CheckpointError as error:
+                if directory.location not in str(error):
+                    error.args = (f"{directory.location}: {error}", *error.args[1:])
+                raise
         return self._known[step]
 
     def forget(self, step: int) -> None:

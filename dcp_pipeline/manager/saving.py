@@ -103,26 +103,26 @@ class StepSaver:
             DisagreementError: ranks name different steps.
             StateError: a metric is no number.
         """
+        started, number = time.monotonic(), -1
         mine: Any
         try:
-            step = operator.index(step)
-            step_name(step)
-            mine = [step, _plain(metrics or {})]
+            number = operator.index(step)
+            step_name(number)
+            mine = [number, _plain(metrics or {})]
         except Exception as error:
             mine = error
-        run = self._ranks.decide("begin save", mine, self._admit)
-        assert isinstance(step, int)
+        try:
+            run = self._ranks.decide("begin save", mine, self._admit)
+        except Exception as error:
+            self._note_failure(number, started, error)
+            raise
         with self._changed:
-            self._pending.add(step)
-        self.last = step
+            self._pending.add(number)
+        self.last = number
         fence = Fence(self._storage, self._root.location, self._claim.mark)
-        return Saving(
-            step,
-            self._root.path(step),
-            {"step": step, "metrics": mine[1], "run": run},
-            fence if self._ranks.is_coordinator else None,
-            time.monotonic(),
-        )
+        notes = {"step": number, "metrics": mine[1], "run": run}
+        guard = fence if self._ranks.is_coordinator else None
+        return Saving(number, self._root.path(number), notes, guard, started)
 
     def _admit(self, messages: list[Any]) -> str:
         """On the coordinator: the id of the run."""
@@ -179,20 +179,18 @@ class StepSaver:
     def fail(self, saving: Saving, error: BaseException) -> None:
         """A save has failed; all that it may have left is an empty directory."""
         with self._end(saving):
-            self.failures += 1
             if self.last == saving.step:
                 self.last = None
             with contextlib.suppress(CheckpointError, OSError):
                 self._root.open(saving.step).remove_if_empty()
-            self._events.emit(
-                CheckpointEvent(
-                    "failed",
-                    saving.step,
-                    self._ranks.rank,
-                    seconds=time.monotonic() - saving.started,
-                    detail={"path": saving.path, "error": str(error) or type(error).__name__},
-                )
-            )
+            self._note_failure(saving.step, saving.started, error)
+
+    def _note_failure(self, step: int, started: float, error: BaseException) -> None:
+        self.failures += 1
+        seconds = time.monotonic() - started
+        detail = {"error": str(error) or type(error).__name__}
+        rank = self._ranks.rank
+        self._events.emit(CheckpointEvent("failed", step, rank, seconds=seconds, detail=detail))
 
     @contextlib.contextmanager
     def _end(self, saving: Saving) -> Any:

@@ -1,0 +1,369 @@
+"""A run under a manager, and how it can end: T07, T12, and what else goes wrong in a loop."""
+
+import errno
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcp_pipeline.cli.main import main
+from dcp_pipeline.core.errors import CheckpointExistsError, CheckpointNotFoundError
+from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.manager import CheckpointManager
+from dcp_pipeline.storage.changes import FileChanges
+from dcp_pipeline.tools.listing import list_directory
+from dcp_pipeline.tools.prune import prune
+from tests.cases.jobs import pipeline_of, state_with
+from tests.distributed.pool import Pool
+
+NOBODY = ProcessIdentity("gone", "", "", 1, "")
+SAVE_ID = "0123456789abcdef" * 2
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"w": torch.full((30,), value)}
+
+
+def manager_of(
+    root: Any, config: dict[str, Any] | None = None, **settings: Any
+) -> CheckpointManager:
+    settings = {"heartbeat_seconds": 0.1, "takeover_seconds": 0.5} | settings
+    return CheckpointManager(root, pipeline_of(config), **settings)
+
+
+def everything_below(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+# --- what is there
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_t07_states_and_who_owns_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_alive: bool
+) -> None:
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(float(step)))
+        manager.pin(1)
+    for step in (2, 3):
+        for name in ("manifest.json", ".metadata"):
+            (tmp_path / f"step-{step}" / name).unlink()
+    save3 = next((tmp_path / "step-3").glob("__0_0.*")).name.split(".")[1]
+    marker = tmp_path / "step-3" / f".saving-{save3}{'0' * 24}.json"
+    owner = ProcessIdentity.current() if is_alive else NOBODY
+    marker.write_bytes(owner.encode())
+    if not is_alive:
+        os.utime(marker, (0, 0))
+    states = {info.name: str(info.state) for info in list_directory(tmp_path).checkpoints}
+    third = "in progress" if is_alive else "incomplete"
+    assert states == {"step-1": "committed", "step-2": "incomplete", "step-3": third}
+    assert run("ls", str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert "committed, pinned" in out and third in out
+    with manager_of(tmp_path) as manager:
+        assert manager.steps() == [1] and manager.latest() == 1
+        assert manager.restore(state()) == 1
+    assert run("latest", str(tmp_path)) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path}/step-1\n"
+    assert shown.err.splitlines() == [f"note: step-3 is {third}", "note: step-2 is incomplete"]
+    before = everything_below(tmp_path)
+    assert run("prune", str(tmp_path), "--dry-run") == 0
+    assert everything_below(tmp_path) == before
+    assert run("prune", str(tmp_path)) == 0
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step-1", "step-3"} if is_alive else {"step-1"}
+
+
+def test_latest_says_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with manager_of(tmp_path) as manager:
+        for step in (9, 10, 100):
+            manager.save(step, state())
+    os.truncate(next((tmp_path / "step-100").glob("__0_0.*")), 10)
+    (tmp_path / "step-10" / "manifest.json").write_bytes(b"{}")
+    assert run("latest", str(tmp_path)) == 1
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path}/step-9\n"
+    first, second = shown.err.splitlines()
+    assert first.startswith("problem: step-100: __0_0.") and "has 10 bytes" in first
+    assert second.startswith("problem: step-10: ")
+    assert run("latest", str(tmp_path), "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["checkpoint"]["step"] == 9 and list(report["damaged"]) == ["step-100", "step-10"]
+    assert run("latest", str(tmp_path / "step-9")) == 1
+    assert "no step was ever committed" in capsys.readouterr().err
+
+
+def test_prune_leaves_a_run_that_lives(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state())
+        report = prune(tmp_path)
+        assert report.removed == ()
+        assert [kept.path for kept in report.kept] == [f"{tmp_path}/.run.json"]
+        manager.save(2, state())
+    (tmp_path / ".run.json").write_bytes(NOBODY.encode())
+    assert prune(tmp_path).removed == ()
+    os.utime(tmp_path / ".run.json", (0, 0))
+    assert [gone.why for gone in prune(tmp_path).removed] == ["left by a run that has ended"]
+
+
+# --- what stays
+
+
+def test_the_best_by_a_metric(tmp_path: Path) -> None:
+    losses = {1: 0.9, 2: 0.3, 3: math.nan, 4: 0.7, 5: 0.2, 6: None, 7: 0.8, 8: -math.inf, 9: 0.5}
+    with manager_of(tmp_path, keep_last=1, keep_best=2, metric="loss") as manager:
+        for step, loss in losses.items():
+            manager.save(step, state(), metrics={} if loss is None else {"loss": loss})
+        assert manager.steps() == [2, 5, 9]
+    # Another process knows of the metrics by the manifests.
+    with manager_of(tmp_path, keep_last=1, keep_best=1, metric="loss", mode="max") as manager:
+        manager.save(10, state(), metrics={"loss": 0.1})
+        assert manager.steps() == [9, 10]
+
+
+def test_pins(tmp_path: Path) -> None:
+    with manager_of(tmp_path, keep_last=1) as manager:
+        manager.save(1, state())
+        manager.pin(1)
+        manager.pin(1)
+        manager.save(2, state())
+        manager.save(3, state())
+        assert manager.steps() == [1, 3]
+        with pytest.raises(CheckpointNotFoundError, match="step-2"):
+            manager.pin(2)
+        manager.unpin(1)
+        manager.unpin(1)
+        manager.save(4, state())
+        assert manager.steps() == [4]
+    (tmp_path / "step-4" / ".pinned").touch()  # by hand
+    with manager_of(tmp_path, keep_last=1) as manager:
+        manager.save(5, state())
+        assert manager.steps() == [4, 5]
+        assert manager.restore(state(), 4) == 4
+
+
+def test_the_only_good_one_stays(tmp_path: Path) -> None:
+    with manager_of(tmp_path, keep_last=2) as manager:
+        manager.save(1, state())
+        manager.save(2, state())
+        next((tmp_path / "step-2").glob("__0_0.*")).unlink()
+        manager.save(3, state())
+        assert manager.steps() == [1, 2, 3]
+        manager.save(4, state())
+        assert manager.steps() == [3, 4]
+
+
+def test_a_step_that_was_just_saved_stays_though_newer_ones_are_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, state(float(step)))
+    with manager_of(tmp_path, keep_last=1) as manager:
+        assert manager.restore(state(), 10) == 10
+        manager.save(11, state())
+        assert manager.steps() == [11, 30]
+    assert "step 11 is saved although step 30 is there" in caplog.text
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_removal_is_atomic_to_a_reader(
+    tmp_path: Path, in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever a file of a removed step goes, the step is not there under its name any more."""
+    seen: list[str] = []
+    real = FileChanges.remove
+
+    def remove(self: FileChanges, path: str) -> None:
+        folder = os.path.basename(os.path.dirname(path))
+        if folder.startswith(".removed-"):
+            seen.append(folder)
+            assert not (tmp_path / "step-1").exists()
+        real(self, path)
+
+    monkeypatch.setattr(FileChanges, "remove", remove)
+    with manager_of(tmp_path, keep_last=1, background_removal=in_background) as manager:
+        manager.save(1, state())
+        manager.save(2, state())
+        manager.wait()
+        assert seen and set(tmp_path.iterdir()) == {tmp_path / "step-2", tmp_path / ".run.json"}
+
+
+def test_a_step_that_cannot_be_removed_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: FileChanges, path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with manager_of(tmp_path, keep_last=1) as manager:
+        manager.save(1, state())
+        with monkeypatch.context() as patched:
+            patched.setattr(FileChanges, "remove_tree", refuse)
+            manager.save(2, state())
+        assert manager.steps() == [2]
+        assert "could not be deleted" in caplog.text
+    prune(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+# --- one step, one save
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state(1.0))
+        with pytest.raises(CheckpointExistsError, match="step-1 is committed already"):
+            manager.save(1, state(2.0))
+        found = state()
+        assert manager.restore(found) == 1 and found["w"][0] == 1.0
+    with manager_of(tmp_path, overwrite="replace") as manager:
+        manager.save(1, state(2.0))
+        assert manager.restore(found) == 1 and found["w"][0] == 2.0
+    with pytest.raises(ValueError, match="a step is an integer from 0 on"):
+        manager_of(tmp_path).save(-1, state())
+
+
+def save_other_steps(root: Path) -> None:
+    with manager_of(root) as manager:
+        manager.save(1 + dist.get_rank(), state())
+
+
+def test_ranks_that_do_not_save_the_same_step(ranks: Pool, tmp_path: Path) -> None:
+    failures = ranks(2).fail(save_other_steps, tmp_path)
+    assert all(f.is_a("DisagreementError") and "[1, 2]" in f.message for f in failures)
+    assert everything_below(tmp_path) == []
+
+
+# --- what goes wrong
+
+
+class Fails:
+    """A user's object whose state_dict raises on one rank."""
+
+    def __init__(self, error: BaseException, rank: int) -> None:
+        self.error, self.rank = error, rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if not dist.is_initialized() or dist.get_rank() == self.rank:
+            raise self.error
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def fail_the_second(root: Path, what: str, rank: int) -> Any:
+    """Save, fail, and say what is left; then save again."""
+    is_here = dist.get_rank() == rank
+    config: dict[str, Any] = {}
+    if what == "write":
+        fault = {"kind": "faulty", "names": "*.distcp", "on_rank": rank, "code": errno.ENOSPC}
+        config["storage"] = fault
+    with manager_of(root, keep_last=1) as manager:
+        manager.save(1, state_with(1.0))
+    dist.barrier()
+    bad = state_with(2.0)
+    if what == "state_dict":
+        bad["app"] = Fails(ValueError("the loader is closed"), rank)
+    if what == "interrupt" and is_here:
+        bad["app"] = Fails(KeyboardInterrupt(), rank)
+    ended: BaseException | None = None
+    try:
+        with manager_of(root, config, keep_last=1) as manager:
+            manager.save(2, bad)
+    except BaseException as error:
+        ended = error
+    return type(ended).__name__, [base.__name__ for base in type(ended).__mro__], str(ended)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["write", "state_dict", "interrupt"])
+def test_a_save_that_fails(ranks: Pool, tmp_path: Path, what: str, rank: int) -> None:
+    endings = ranks(2).run(fail_the_second, tmp_path, what, rank)
+    expected = {
+        "write": ("OSError", "ENOSPC"),
+        "state_dict": ("ValueError", "the loader is closed"),
+        "interrupt": ("CoordinationError", f"rank {rank} was lost"),
+    }[what]
+    for number, (name, bases, message) in enumerate(endings):
+        if what == "interrupt" and number == rank:
+            assert name == "KeyboardInterrupt"
+            continue
+        assert expected[0] in bases and expected[1] in message
+        assert f"rank {rank}" in message
+    time.sleep(0.2)
+    assert {path.split("/")[0] for path in everything_below(tmp_path)} == {"step-1"}
+    with manager_of(tmp_path) as manager:
+        assert manager.latest() == 1
+
+
+def lose_the_root(root: Path) -> str:
+    with manager_of(root) as manager:
+        manager.save(1, state_with(1.0))
+
+        class Removes:
+            def state_dict(self) -> dict[str, Any]:
+                if dist.get_rank() == 0:
+                    shutil.rmtree(root)
+                return {"value": 1}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                raise NotImplementedError
+
+        with pytest.raises(RuntimeError) as caught:
+            manager.save(2, state_with(2.0) | {"app": Removes()})
+        dist.barrier()
+        assert not (root / "step-2").exists()
+        manager.save(3, state_with(3.0))
+        assert manager.steps() == [3]
+        return str(caught.value)
+
+
+def test_a_root_that_vanishes_in_a_save(ranks: Pool, tmp_path: Path) -> None:
+    messages = ranks(2).run(lose_the_root, tmp_path / "run")
+    assert all(".run.json is gone from" in message for message in messages)
+
+
+def unwind(root: Path) -> str:
+    """One rank's own error; the other is not there to take part in anything."""
+    if dist.get_rank() == 1:
+        with manager_of(root) as manager:
+            manager.save(1, state_with(1.0))
+        return "done"
+    started = time.monotonic()
+    try:
+        with manager_of(root) as manager:
+            manager.save(1, state_with(1.0))
+            raise ZeroDivisionError("the loss")
+    except ZeroDivisionError as error:
+        assert time.monotonic() - started < 10
+        return str(error)
+
+
+def test_an_exception_unwinds_alone(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks(2).run(unwind, tmp_path) == ["the loss", "done"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_an_own_pipeline_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state())
+    manager.close()  # once more is as good as once
+    assert not (tmp_path / ".run.json").exists()
