@@ -240,7 +240,10 @@ class AsyncSaves:
 
     def check(self, coordinator: Coordinator) -> None:
         """See :meth:`Pipeline.check`."""
-        problem = self._remote.take_problem() if self._remote is not None else None
+        problem = None
+        if self._remote is not None and self.in_flight.is_idle:
+            # A save under way says itself what has become of the process.
+            problem = self._remote.take_problem()
         self.in_flight.check(coordinator, problem)
 
     def warm_up(self, state: Any, call: AsyncCall) -> None:

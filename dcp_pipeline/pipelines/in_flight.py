@@ -222,9 +222,9 @@ class InFlight:
             self.wait(timeout)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether every save was waited for."""
-        return not self._saves
+    def is_idle(self) -> bool:
+        """Whether every save has ended."""
+        return all(save.done() for save in self._saves)
 
 
 def _is_news(save: SaveFuture) -> bool:
