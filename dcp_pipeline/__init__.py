@@ -84,6 +84,7 @@ if TYPE_CHECKING:
         Trace as Trace,
     )
     from dcp_pipeline.manager import (
+        CheckpointEvent as CheckpointEvent,
         CheckpointManager as CheckpointManager,
     )
     from dcp_pipeline.pipeline import (
@@ -202,7 +203,7 @@ _HOME = {
         "NodeTiming",
         "Trace",
     ),
-    "dcp_pipeline.manager": ("CheckpointManager",),
+    "dcp_pipeline.manager": ("CheckpointEvent", "CheckpointManager"),
     "dcp_pipeline.pipeline": ("Pipeline",),
     "dcp_pipeline.pipelines.report": (
         "CastRecord",

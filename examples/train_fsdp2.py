@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_fsdp2.py \
         checkpoint/serialization=safetensors checkpoint.storage.thread_count=4
 
-Start it again, on as many ranks as you like, and it goes on from the newest committed checkpoint.
+Start it again, on as many ranks as you like, and it goes on from the newest checkpoint that is whole.
+On SIGTERM to any rank it saves the step that it is in, and ends.
 The config is in ``conf/train.yaml``, the model in ``model.py``, the data in ``text.py``.
 """
 
@@ -46,8 +47,10 @@ def main(config: DictConfig) -> None:
     progress = Progress()
     state = AppState(model, optimizer, scheduler=scheduler, progress=progress)
 
-    with Pipeline.from_config(checkpoint_config(config)) as pipeline:
-        checkpoints = CheckpointManager(train.root, pipeline)
+    with (
+        Pipeline.from_config(checkpoint_config(config)) as pipeline,
+        CheckpointManager(train.root, pipeline, save_every_steps=train.save_every) as checkpoints,
+    ):
         checkpoints.restore(state)  # sets progress.step, unless there is no checkpoint yet
         for step in range(progress.step + 1, (train.stop_after or train.steps) + 1):
             sequences = text.share(step, rank, world_size)
@@ -56,8 +59,11 @@ def main(config: DictConfig) -> None:
             progress.advance(train.batch * config.model.context)
             if rank == 0:
                 report(train.losses, step, loss, learning_rate, world_size)
-            if step % train.save_every == 0:
+            is_last = checkpoints.should_stop()  # SIGTERM, on any rank
+            if is_last or checkpoints.should_save(step):
                 checkpoints.save(step, state)
+            if is_last:
+                break
 
     dist.destroy_process_group()
 

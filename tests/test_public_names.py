@@ -29,6 +29,7 @@ LATER = {
 OURS = {
     "AppState",
     "CastRecord",
+    "CheckpointEvent",
     "CheckpointException",
     "CheckpointManager",
     "ChunkTable",

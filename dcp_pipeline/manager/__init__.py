@@ -10,11 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcp_pipeline.manager.events import CheckpointEvent as CheckpointEvent
     from dcp_pipeline.manager.manager import CheckpointManager as CheckpointManager
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointEvent", "CheckpointManager"]
 
-_HOME = {"CheckpointManager": "dcp_pipeline.manager.manager"}
+_HOME = {
+    "CheckpointEvent": "dcp_pipeline.manager.events",
+    "CheckpointManager": "dcp_pipeline.manager.manager",
+}
 
 
 def __getattr__(name: str) -> Any:
