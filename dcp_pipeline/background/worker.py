@@ -43,7 +43,6 @@ class Worker:
 
     Raises:
         ConfigError: the arguments cannot be sent.
-        BackgroundDiedError: it ended, or did not come up in time.
     """
 
     def __init__(
@@ -77,8 +76,16 @@ class Worker:
             self._process.start()
         theirs.close()
         self.pid = self._process.pid
+        self._start_timeout = start_timeout
+
+    def wait_until_up(self) -> None:
+        """Until it answers requests.
+
+        Raises:
+            BackgroundDiedError: it ended, or did not come up in time.
+        """
         try:
-            self._receive("start", start_timeout)
+            self._receive("start", self._start_timeout)
         except BaseException:
             self.kill()
             raise
@@ -88,6 +95,17 @@ class Worker:
     def exit_code(self) -> int | None:
         """How it ended, ``None`` while it lives; negative for a signal."""
         return self._process.exitcode
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        self._process.join(_GRACE_SECONDS)
+        return _ending(self.exit_code)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return not connection.wait([self._process.sentinel], 0)
 
     def request(self, request: Any, descriptor: int = -1, timeout: float | None = None) -> Any:
         """Its answer.
@@ -117,7 +135,10 @@ class Worker:
         return self._receive("answer", timeout)
 
     def _receive(self, what: str, timeout: float | None) -> Any:
-        ready = connection.wait([self._connection, self._process.sentinel], timeout)
+        try:
+            ready = connection.wait([self._connection, self._process.sentinel], timeout)
+        except (OSError, ValueError) as error:  # it was ended here meanwhile
+            raise self._died(what) from error
         if self._connection in ready:
             try:
                 is_fine, answer = pickle.loads(self._connection.recv_bytes())
@@ -133,20 +154,14 @@ class Worker:
         )
 
     def _died(self, what: str) -> BackgroundDiedError:
-        self._process.join(_GRACE_SECONDS)
-        code = self.exit_code
-        return BackgroundDiedError(
-            f"the background process {self.pid} died, {_ending(code)}", exit_code=code
-        )
+        text = f"the background process {self.pid} died, {self.ending}"
+        return BackgroundDiedError(text, exit_code=self.exit_code)
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             connection.wait([self._process.sentinel])
             if not self._is_closing:
-                self._process.join(_GRACE_SECONDS)
-                logger.error(
-                    "the background process %s died, %s", self.pid, _ending(self.exit_code)
-                )
+                logger.error("the background process %s died, %s", self.pid, self.ending)
 
     def close(self, timeout: float = _GRACE_SECONDS) -> None:
         """End it; it is killed if it does not within ``timeout`` seconds."""

@@ -277,7 +277,7 @@ class AsyncSaves:
                 self.in_flight.let_go(timeout)
         finally:
             if self._remote is not None:
-                self._remote.stop()
+                self._remote.close()
             self._parts.stager.close()
 
 

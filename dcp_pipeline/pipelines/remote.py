@@ -64,6 +64,7 @@ class RemoteSaves:
         self._lane: object = None
         self._sent: set[int] = set()
         self._has_told = False
+        self._is_closed = False
 
     def save(
         self, job: SaveJob, staged: Entries, trace: Trace, failure: Exception | None
@@ -95,7 +96,7 @@ class RemoteSaves:
     def prepare(self, coordinator: Coordinator) -> None:
         """Make sure that every rank has a process, and that they have found one another."""
         worker = self._worker
-        is_up = worker is not None and worker.exit_code is None and self._lane is coordinator.lane
+        is_up = worker is not None and worker.is_alive and self._lane is coordinator.lane
         if all(_share(coordinator, "workers", is_up)):
             return
         self.stop()
@@ -105,7 +106,12 @@ class RemoteSaves:
         is_alone = coordinator.world_size == 1
         place: Any = None
         try:
-            self._worker = worker = self._background.worker(Serving, self._config, self._nodes)
+            worker = self._background.worker(Serving, self._config, self._nodes)
+            # From now on it can be ended from outside.
+            self._worker = worker
+            if self._is_closed:
+                worker.kill()
+            worker.wait_until_up()
             place = socket.gethostname()
             if coordinator.is_coordinator and not is_alone:
                 place = [place, worker.request(Serve(coordinator.world_size))]
@@ -183,13 +189,18 @@ class RemoteSaves:
     def take_problem(self) -> str | None:
         """What is wrong with the process of this rank, if nobody was told yet."""
         worker = self._worker
-        if worker is None or worker.exit_code is None or self._has_told:
+        if worker is None or worker.is_alive or self._has_told:
             return None
         self._has_told = True
-        return f"the background process {worker.pid} died, exit {worker.exit_code}"
+        return f"the background process {worker.pid} died, {worker.ending}"
+
+    def close(self) -> None:
+        """End the process for good, also one that is just being started."""
+        self._is_closed = True
+        self.stop()
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process; the next save starts another."""
         worker, self._worker = self._worker, None
         self._lane, self._sent = None, set()
         if worker is not None:
