@@ -11,6 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, SupportsIndex
 
+from dcp_pipeline.core.errors import CheckpointError
 from dcp_pipeline.manager.claim import Claim
 from dcp_pipeline.manager.events import CheckpointEvent, Events, OnEvent
 from dcp_pipeline.manager.intervals import Intervals
@@ -170,10 +171,12 @@ class CheckpointManager:
             self._saver.fail(saving, error)
             raise
         future = begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
-        future.add_done_callback(partial(_end_save, self._saver, saving))
+        future.add_done_callback(partial(_end_save, saving, self._saver, [self]))
         return begun
 
     def _begin(self, step: SupportsIndex, metrics: Metrics | None) -> Saving:
+        if not self._release.alive:
+            raise CheckpointError(f"the manager of {self.root} is closed")
         saving = self._saver.begin(step, metrics)
         self._intervals.begin()
         return saving
@@ -339,12 +342,18 @@ class CheckpointManager:
                 self.pipeline.__exit__(kind, error, trace)
 
 
-def _end_save(saver: StepSaver, saving: Saving, future: Future[Any]) -> None:
+def _end_save(
+    saving: Saving, saver: StepSaver, kept_alive: list[CheckpointManager], future: Future[Any]
+) -> None:
+    """In the background. A manager that nobody holds any more keeps its root until then."""
     error = future.exception()
-    if error is not None:
-        saver.fail(saving, error)
-    else:
-        saver.succeed(saving, future.result())
+    try:
+        if error is not None:
+            saver.fail(saving, error)
+        else:
+            saver.succeed(saving, future.result())
+    finally:
+        kept_alive.clear()
 
 
 def _first_reason(asked: list[Any]) -> list[Any]:

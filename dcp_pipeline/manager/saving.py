@@ -100,7 +100,7 @@ class StepSaver:
         Raises:
             CheckpointExistsError: it is committed, or being saved, and is not to be replaced.
             ConcurrentSaveError: the root is another run's.
-            DisagreementError: ranks name different steps.
+            DisagreementError: ranks name different steps, or have different settings.
             StateError: a metric is no number.
         """
         started, number = time.monotonic(), -1
@@ -108,7 +108,7 @@ class StepSaver:
         try:
             number = operator.index(step)
             step_name(number)
-            mine = [number, _plain(metrics or {})]
+            mine = [number, _plain(metrics or {}), self._settings.model_dump_json()]
         except Exception as error:
             mine = error
         try:
@@ -129,6 +129,11 @@ class StepSaver:
         steps = [message[0] for message in messages]
         if len(set(steps)) > 1:
             raise DisagreementError(f"the ranks do not save the same step: {steps}, by rank")
+        settings = [message[2] for message in messages]
+        if len(set(settings)) > 1:
+            raise DisagreementError(
+                "the ranks have different settings of the manager: " + "; ".join(set(settings))
+            )
         step = int(steps[0])
         self._claim.hold()
         with self._changed:
@@ -158,7 +163,7 @@ class StepSaver:
                 newer[-1],
             )
 
-    def succeed(self, saving: Saving, saved: SavedMetadata | None, reason: str = "") -> None:
+    def succeed(self, saving: Saving, saved: SavedMetadata | None) -> None:
         """A save has ended well; ``None`` where it was left out."""
         with self._end(saving):
             if saved is None:

@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 
 from dcp_pipeline.cli.main import main
-from dcp_pipeline.core.errors import CheckpointExistsError, CheckpointNotFoundError
+from dcp_pipeline.core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+)
 from dcp_pipeline.core.liveness import ProcessIdentity
 from dcp_pipeline.manager import CheckpointManager
 from dcp_pipeline.storage.changes import FileChanges
@@ -250,6 +254,48 @@ def test_ranks_that_do_not_save_the_same_step(ranks: Pool, tmp_path: Path) -> No
     assert everything_below(tmp_path) == []
 
 
+def save_with_other_settings(root: Path) -> None:
+    with manager_of(root, keep_last=1 + dist.get_rank()) as manager:
+        manager.save(1, state())
+
+
+def test_ranks_that_were_told_different_things(ranks: Pool, tmp_path: Path) -> None:
+    failures = ranks(2).fail(save_with_other_settings, tmp_path)
+    assert all(f.is_a("DisagreementError") and '"keep_last":2' in f.message for f in failures)
+
+
+def train_in_groups(root: Path) -> Any:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    which = dist.get_rank() % 2
+    own = root / str(which)
+    with CheckpointManager(own, pipeline_of(), process_group=groups[which], keep_last=1) as manager:
+        for step in (1, 2 + which):
+            manager.save(step, {f"of{dist.get_rank()}": torch.full((3,), float(step))})
+        found = {f"of{dist.get_rank()}": torch.zeros(3)}
+        return manager.steps(), manager.restore(found), found[f"of{dist.get_rank()}"].tolist()
+
+
+def test_groups_of_ranks_have_runs_of_their_own(ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    results = ranks(4).run(train_in_groups, tmp_path)
+    assert results == [([2], 2, [2.0] * 3), ([3], 3, [3.0] * 3)] * 2
+
+
+@pytest.mark.parametrize("uri", [False, True])
+def test_roots(tmp_path: Path, uri: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = f"file://{tmp_path}/a%20b/" if uri else "a b/"
+    with manager_of(root, keep_last=1) as manager:
+        manager.save(1, state())
+        manager.save(2, state())
+        assert manager.root == f"{tmp_path}/a b" and manager.path(2) == f"{tmp_path}/a b/step-2"
+        assert manager.steps() == [2]
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        manager_of(tmp_path / "file").save(1, state())
+    assert manager_of(tmp_path / "file").latest() is None
+
+
 # --- what goes wrong
 
 
@@ -366,4 +412,6 @@ def test_an_own_pipeline_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
     manager.close()  # once more is as good as once
+    with pytest.raises(CheckpointError, match="is closed"):
+        manager.save(2, state())
     assert not (tmp_path / ".run.json").exists()

@@ -1,6 +1,7 @@
 """A manager whose saves run in the background: T06, T11, T21."""
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -195,6 +196,20 @@ def test_leaving_waits_for_what_is_under_way(tmp_path: Path) -> None:
         manager.async_save(1, state(1.0))
         threading.Timer(0.3, go.set).start()
     assert resumed_elsewhere(tmp_path) == "1 1 1.0"
+
+
+def test_a_manager_that_nobody_holds_any_more(tmp_path: Path) -> None:
+    pipeline = pipeline_of()
+    with pipeline, held_in_the_writer() as go:
+        manager = CheckpointManager(tmp_path, pipeline)
+        future = manager.async_save(1, state(1.0))
+        del manager
+        gc.collect()
+        assert (tmp_path / ".run.json").exists()
+        go.set()
+        future.result(30)  # type: ignore[union-attr]
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
 def test_an_exception_stays_the_one_that_is_raised(tmp_path: Path) -> None:
