@@ -33,6 +33,7 @@ class DcpLayoutConfig(KindConfig):
         block_bytes: how much data one checksum covers; a read verifies whole blocks.
         on_foreign_overwrite: what to believe when plain DCP has saved into a checkpoint of ours:
             ``error`` refuses to open it, ``manifest`` opens our save, ``metadata`` opens DCP's.
+            ``metadata`` also opens a checkpoint of ours that has lost its manifest, unverified.
     """
 
     kind: Literal["dcp"] = "dcp"

@@ -22,7 +22,7 @@ from dcp_pipeline.formats.metadata_pickle import read_metadata, write_metadata
 from dcp_pipeline.layout import names
 from dcp_pipeline.layout.base import Layout
 from dcp_pipeline.layout.dcp_metadata import metadata_of
-from dcp_pipeline.layout.plain_dcp import plain_manifest
+from dcp_pipeline.layout.plain_dcp import lost_record, plain_manifest
 from dcp_pipeline.layout.record import is_overwritten_by_dcp
 from dcp_pipeline.storage.base import Directory
 
@@ -37,7 +37,8 @@ class DcpLayout(Layout):
         checksum: algorithm of the block digests.
         block_bytes: bytes per block; what a partial read verifies at least.
         on_foreign_overwrite: what to open where plain DCP has saved over our checkpoint: nothing
-            (``error``), ours (``manifest``) or DCP's (``metadata``).
+            (``error``), ours (``manifest``) or DCP's (``metadata``). The last also opens a
+            ``.metadata`` of ours whose manifest is lost, unverified.
     """
 
     kind: ClassVar[str] = "dcp"
@@ -71,7 +72,16 @@ class DcpLayout(Layout):
         try:
             manifest = Manifest.decode(directory.read(names.MANIFEST))
         except MissingFileError:
-            return self._open_plain(directory)
+            plain = self._open_plain(directory)
+            if self._on_foreign_overwrite == "metadata":
+                return plain
+            lost = lost_record(plain, directory.location)
+            if lost is None:
+                return plain
+            try:  # once more: a first save may have been committed between the two looks
+                manifest = Manifest.decode(directory.read(names.MANIFEST))
+            except MissingFileError:
+                raise lost from None
         _check_chunks(manifest, directory)
         if not is_overwritten_by_dcp(manifest, directory):
             return manifest

@@ -17,7 +17,7 @@ from dcp_pipeline.layout import names
 from dcp_pipeline.layout.dcp_metadata import manifest_of, manifest_of_ranks
 from dcp_pipeline.storage.base import Directory
 
-__all__ = ["plain_manifest"]
+__all__ = ["lost_record", "plain_manifest"]
 
 
 def plain_manifest(directory: Directory) -> Manifest:
@@ -56,6 +56,23 @@ def plain_manifest(directory: Directory) -> Manifest:
             directory.location,
         )
     return manifest
+
+
+def lost_record(manifest: Manifest, location: str) -> CorruptCheckpointError | None:
+    """What is wrong where DCP's metadata name data files of ours; ``None`` for plain DCP's own.
+
+    A save of ours puts ``manifest.json`` in place before ``.metadata``, so the one without the
+    other is damage: bytes would be read that nobody can verify. Plain DCP never names files so.
+    """
+    saves = sorted({save for file in manifest.files if (save := names.save_of(file.name))})
+    if not saves:
+        return None
+    return CorruptCheckpointError(
+        f"{location}: {names.METADATA} is of the save {saves[0]} of this package, and its"
+        f" {names.MANIFEST} is missing, without which no byte can be verified. Restore it from a"
+        " copy, or load the step before; layout.on_foreign_overwrite=metadata opens the data all"
+        " the same, unverified"
+    )
 
 
 def _tiling_problems(manifest: Manifest) -> str:

@@ -53,7 +53,7 @@ class State(StrEnum):
     INCOMPLETE = "incomplete"
     """There are data, but nothing was committed and no save is under way."""
     DAMAGED = "damaged"
-    """The commit record cannot be read."""
+    """The commit record cannot be read, or is lost while ``.metadata`` of ours is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def read_manifest(directory: Directory, found: Found) -> Manifest:
         if not (found.has_metadata and is_overwritten_by_dcp(manifest, directory)):
             return manifest
     if found.has_metadata:
-        return _plain_dcp(directory)
+        return _plain_dcp(directory, found)
     raise _nothing(directory, found)
 
 
@@ -160,11 +160,17 @@ def _decoded(directory: Directory) -> Manifest:
         return Manifest.decode(directory.read(names.MANIFEST))
 
 
-def _plain_dcp(directory: Directory) -> Manifest:
-    from dcp_pipeline.layout.plain_dcp import plain_manifest
+def _plain_dcp(directory: Directory, found: Found) -> Manifest:
+    from dcp_pipeline.layout.plain_dcp import lost_record, plain_manifest
 
     with _named(directory):
-        return plain_manifest(directory)
+        manifest = plain_manifest(directory)
+    lost = lost_record(manifest, directory.location)
+    if lost is None:
+        return manifest
+    if not found.has_manifest and directory.exists(names.MANIFEST):
+        return _decoded(directory)  # a first save was committed since the directory was listed
+    raise lost
 
 
 def _nothing(directory: Directory, found: Found) -> CheckpointNotFoundError:

@@ -182,6 +182,7 @@ class _Pruner:
     def _say_what_is_replaced(self, directory: Directory) -> None:
         """Files of a checkpoint that ours has replaced, when the save was killed behind that."""
         if not directory.exists(names.MANIFEST):
+            self._say_what_is_lost(directory)
             return
         if directory.exists(names.METADATA) and not is_own_metadata(directory):
             why = (
@@ -191,6 +192,12 @@ class _Pruner:
         for name in filter(names.is_plain_dcp_data, directory.names()):
             why = "data of plain DCP, which may be being written"
             self.kept.append(Leftover(os.path.join(directory.location, name), 0, why))
+
+    def _say_what_is_lost(self, directory: Directory) -> None:
+        """Data of ours that ``.metadata`` names and no manifest does."""
+        if any(map(names.save_of, needed_names(directory))):
+            why = "manifest.json is lost: the data that .metadata names are kept"
+            self.kept.append(Leftover(directory.location, 0, why))
 
     def _claim(self, directory: FileSystemDirectory) -> None:
         """The mark of a run in its root, where that run is gone."""

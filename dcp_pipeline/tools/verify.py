@@ -130,7 +130,8 @@ def _verify_once(directory: Directory, threads: int, findings: Findings) -> Veri
     if not found.has_manifest:
         manifest = verify_plain(directory, findings, threads)
         _note_others(directory, manifest, findings)
-        return findings.report(directory.location, "plain DCP", manifest)
+        kind = "dcp_pipeline" if manifest and _saves_in(manifest) else "plain DCP"
+        return findings.report(directory.location, kind, manifest)
     try:
         data = directory.read(names.MANIFEST)
         manifest = Manifest.decode(data)
@@ -200,6 +201,11 @@ def _check_metadata_file(directory: Directory, manifest: Manifest, findings: Fin
         )
 
 
+def _saves_in(manifest: Manifest) -> set[str]:
+    """The first digits of the ids of saves of ours whose data files are named."""
+    return {save for file in manifest.files if (save := names.save_of(file.name))}
+
+
 def _note_others(directory: Directory, manifest: Manifest | None, findings: Findings) -> None:
     """Files that are no part of the checkpoint."""
     listed = directory.names()
@@ -208,12 +214,15 @@ def _note_others(directory: Directory, manifest: Manifest | None, findings: Find
         known |= {file.name for file in manifest.files} | {sums.name for sums in manifest.sums}
     alive = live_saves(directory, listed, _STALE_AFTER)
     own = "" if manifest is None else manifest.save_id[:8]
+    lost = set() if manifest is None or own else _saves_in(manifest)
     for name in sorted(set(listed) - known):
         save = names.save_of(name)
         if os.path.isdir(os.path.join(directory.location, name)):
             continue
         if save is not None and save in alive:
             findings.note(f"{name} belongs to a save that is under way")
+        elif save in lost and not names.marker_save_id(name):
+            continue  # digests of what .metadata names
         elif save is not None and save == own and not names.marker_save_id(name):
             findings.add(name, "it carries the id of this save", "no such file in the manifest")
         elif save is not None:

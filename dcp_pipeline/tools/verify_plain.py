@@ -17,10 +17,15 @@ __all__ = ["check_metadata", "verify_plain"]
 
 def verify_plain(directory: Directory, findings: Findings, threads: int) -> Manifest | None:
     """Note everything that is wrong; what ``.metadata`` holds, if that can be read."""
+    from dcp_pipeline.layout.plain_dcp import lost_record
+
     manifest = _manifest(directory, findings)
     if manifest is None:
         findings.cannot_verify("the data files: what they should hold stands in .metadata alone")
         return None
+    lost = lost_record(manifest, directory.location)
+    if lost is not None:
+        findings.add(names.MANIFEST, lost)
     for text in tiling_problems(manifest.table, np.zeros(len(manifest.names), bool)):
         findings.add(names.METADATA, text, "chunks that cover every tensor once")
     index = KeyIndex(manifest)

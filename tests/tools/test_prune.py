@@ -196,7 +196,8 @@ def test_what_may_be_needed_is_kept(tmp_path: Path, dead: bytes) -> None:
         for name in (f".saving-{DEAD}.json", "__0_0.0badcafe.distcp", "__1.0badcafe.sums")
     }
     reasons = kept(report)
-    assert sorted(reasons) == ["step-1", "step-3", "step-4", "step-5"]
+    assert sorted(reasons) == ["step-1", "step-2", "step-3", "step-4", "step-5"]
+    assert "manifest.json is lost" in reasons["step-2"]
     assert "it cannot be told what the checkpoint needs" in reasons["step-1"]
     assert "data of plain DCP without .metadata" in reasons["step-3"]
     assert "notes.txt is not this package's" in reasons["step-4"]
