@@ -34,7 +34,7 @@ from dcp_pipeline import CheckpointManager, Pipeline
 
 EXAMPLES = Path(__file__).resolve().parent
 RUN = EXAMPLES.parent / "demo-run"
-UNBROKEN, KILLED = RUN / "unbroken", RUN / "killed"
+UNBROKEN, KILLED, WAITING = RUN / "unbroken", RUN / "killed", RUN / "killed-waiting"
 
 STEPS, SAVE_EVERY = 12, 4
 KILLED_RANK, KILLED_STEP, COMMITTED = 1, 8, 4
@@ -77,25 +77,42 @@ def run_until_one_fails(acts: Sequence[Callable[[], list[Check]]]) -> list[Check
 
 
 def lose_a_rank() -> list[Check]:
-    """One run that nothing happens to, and one that a rank of is killed in the middle of a save."""
+    """A run that nothing happens to, and two that lose a rank in the middle of a save.
+
+    One of them trains while it saves, and the rank dies in the background; the other one waits.
+    """
     say(f"{STEPS} steps on 2 ranks; and the same, but rank {KILLED_RANK} is killed in a save")
     unbroken = start("unbroken", 2, UNBROKEN)
     fault = f"train.kill_rank={KILLED_RANK}", f"train.kill_at_step={KILLED_STEP}"
     killed = start("killed", 2, KILLED, *fault)
     wait([unbroken, killed])
-    with CheckpointManager(KILLED) as checkpoints:
-        steps = checkpoints.steps()
+    waiting = start("killed-waiting", 2, WAITING, *fault, "train.asynchronous=false")
+    wait([waiting])
+    torsos = {killed: TORSO, waiting: WAITING / TORSO.name}
+    steps = {}
+    for job, torso in torsos.items():
+        with CheckpointManager(torso.parent) as checkpoints:
+            steps[job] = checkpoints.steps()
     return [
         finished("the unbroken run ends well", unbroken.exit_code, unbroken.log),
-        ended_by_sigkill(
-            f"rank {KILLED_RANK} dies of SIGKILL, torchrun ends the job",
-            killed.exit_code, killed.log, KILLED_RANK,
+        *(
+            check
+            for job, how in ((killed, "in the background"), (waiting, "training waits"))
+            for check in (
+                ended_by_sigkill(
+                    f"{how}: rank {KILLED_RANK} dies of SIGKILL, torchrun ends the job",
+                    job.exit_code, job.log, KILLED_RANK,
+                ),
+                died_in_its_data(
+                    f"{how}: it dies in the middle of its data",
+                    job.log, torsos[job], UNBROKEN / TORSO.name, KILLED_RANK,
+                ),
+                not_a_checkpoint(
+                    f"{how}: what it left is no checkpoint",
+                    steps[job], [COMMITTED], torsos[job],
+                ),
+            )
         ),
-        died_in_its_data(
-            "it dies in the middle of its data",
-            killed.log, TORSO, UNBROKEN / TORSO.name, KILLED_RANK,
-        ),
-        not_a_checkpoint("what it left is no checkpoint", steps, [COMMITTED], TORSO),
     ]  # fmt: skip
 
 

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_fsdp2.py \
         checkpoint/serialization=safetensors checkpoint.storage.thread_count=4
 
-Start it again, on as many ranks as you like, and it goes on from the newest checkpoint that is whole.
+Saves go on in the background; with ``train.asynchronous=false`` training waits for them. Start it
+again, on as many ranks as you like, and it goes on from the newest checkpoint that is whole.
 On SIGTERM to any rank it saves the step that it is in, and ends.
 The config is in ``conf/train.yaml``, the model in ``model.py``, the data in ``text.py``.
 """
@@ -61,7 +62,8 @@ def main(config: DictConfig) -> None:
                 report(train.losses, step, loss, learning_rate, world_size)
             is_last = checkpoints.should_stop()  # SIGTERM, on any rank
             if is_last or checkpoints.should_save(step):
-                checkpoints.save(step, state)
+                save = checkpoints.async_save if train.asynchronous else checkpoints.save
+                save(step, state)
             if is_last:
                 break
 
