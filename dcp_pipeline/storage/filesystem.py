@@ -90,7 +90,7 @@ class FileSystemStorage(Storage):
         path = local_path(location)
         try:
             with os.scandir(path) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
+                return sorted(entry.name for entry in entries if os.path.isdir(entry.path))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:

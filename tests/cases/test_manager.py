@@ -226,6 +226,25 @@ def test_a_step_that_cannot_be_removed_fails_no_save(
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
+def test_links(tmp_path: Path) -> None:
+    """A step may lie elsewhere; what is removed is the link."""
+    elsewhere = tmp_path / "elsewhere"
+    root = tmp_path / "run"
+    with manager_of(elsewhere) as manager:
+        manager.save(1, state(1.0))
+    root.mkdir()
+    (root / "step-1").symlink_to(elsewhere / "step-1")
+    (root / "step-2").symlink_to("step-2")
+    (root / "step-3").symlink_to("nowhere")
+    (root / "step-4").touch()
+    with manager_of(root, keep_last=1) as manager:
+        assert manager.steps() == [1] and manager.restore(state()) == 1
+        manager.save(5, state())
+        assert manager.steps() == [5]
+    assert {path.name for path in root.iterdir()} == {"step-2", "step-3", "step-4", "step-5"}
+    assert (elsewhere / "step-1" / "manifest.json").exists()
+
+
 # --- one step, one save
 
 

@@ -89,6 +89,17 @@ def test_t81_a_signal_to_one_rank_in_the_middle_of_a_step(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{saved[0][0]}"]
 
 
+def test_a_signal_to_the_launcher(tmp_path: Path) -> None:
+    """It passes the signal on to all ranks, and kills what is left after its own grace period."""
+    job = start(tmp_path, 1000, 0.0)
+    pid_in(tmp_path / "training-1", job)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=100)
+    saved = saved_by(output)
+    assert saved[0] == saved[1] and len(saved[0]) == 1, output
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{saved[0][0]}"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_signals_in_the_middle_of_a_save(tmp_path: Path, rank: int) -> None:
     """The save goes on, however often it is said; one more is made at the next step."""

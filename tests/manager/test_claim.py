@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dcp_pipeline import Node, Pipeline
 from dcp_pipeline.core.errors import ConcurrentSaveError
 from dcp_pipeline.core.liveness import ProcessIdentity
 from dcp_pipeline.manager import CheckpointManager, claim
@@ -223,6 +224,19 @@ def test_two_jobs(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-4"]
 
 
+def test_jobs_that_start_at_once(tmp_path: Path) -> None:
+    jobs = [Job(tmp_path) for _ in range(3)]
+    try:
+        for job in jobs:
+            job.ask(7)
+        answers = sorted(job.answer().split()[0] for job in jobs)
+        assert answers == ["ConcurrentSaveError", "ConcurrentSaveError", "saved"]
+    finally:
+        for job in jobs:
+            job.end()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
+
+
 def test_a_job_that_was_killed(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.save(1) == "saved"
@@ -266,20 +280,20 @@ def test_all_ranks_are_refused(ranks: Pool, tmp_path: Path) -> None:
 
 def test_a_run_that_lost_its_root_while_it_wrote(tmp_path: Path) -> None:
     """The guard looks again right before the commit."""
+    lost = []
 
-    class Lost:
-        def state_dict(self) -> dict[str, Any]:
+    def lose(receipt: Any) -> None:
+        if receipt.nbytes > 10_000:
+            lost.extend((tmp_path / "step-2").glob("*.distcp"))
             leave_mark(tmp_path, someone(1, "another-host"))
-            return state()
 
-        def load_state_dict(self, state: Any) -> None:
-            raise NotImplementedError
-
-    with manager_of(tmp_path) as manager:
+    pipeline = Pipeline.builder().node(Node("lose", lose, ("receipt",))).build()
+    with pipeline, CheckpointManager(tmp_path, pipeline, **QUICK) as manager:
         manager.save(1, state())
         with pytest.raises(ConcurrentSaveError, match="process 1 on another-host"):
-            manager.save(2, {"app": Lost()})
+            manager.save(2, {"w": torch.ones(10_000)})
+        assert len(lost) == 1, "the data had been written"
         with pytest.raises(ConcurrentSaveError, match="another-host"):
             manager.save(3, state())
-        assert manager.failures == 1
+        assert manager.failures == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [RUN, "step-1"]
