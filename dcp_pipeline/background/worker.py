@@ -70,6 +70,7 @@ class Worker:
             daemon=True,
         )
         self._is_closing = False
+        self._joining = threading.Lock()
         # multiprocessing would ask it to end by a signal that it does not heed, and wait for it.
         atexit.register(self.kill)
         with _outside_of_launcher():
@@ -99,7 +100,7 @@ class Worker:
     @property
     def ending(self) -> str:
         """How it ended, in words."""
-        self._process.join(_GRACE_SECONDS)
+        self._join(_GRACE_SECONDS)
         return _ending(self.exit_code)
 
     @property
@@ -157,6 +158,11 @@ class Worker:
         text = f"the background process {self.pid} died, {self.ending}"
         return BackgroundDiedError(text, exit_code=self.exit_code)
 
+    def _join(self, timeout: float) -> None:
+        # Of two threads that wait for the same process, one would never learn how it has ended.
+        with self._joining:
+            self._process.join(timeout)
+
     def _watch(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             connection.wait([self._process.sentinel])
@@ -168,16 +174,16 @@ class Worker:
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._connection.close()
-        self._process.join(timeout)
+        self._join(timeout)
         self.kill()
 
     def kill(self) -> None:
         """End it at once."""
         self._is_closing = True
         atexit.unregister(self.kill)
-        if self._process.is_alive():
+        if self.is_alive:
             self._process.kill()
-        self._process.join(_GRACE_SECONDS)
+        self._join(_GRACE_SECONDS)
         with contextlib.suppress(OSError):
             self._connection.close()
 
