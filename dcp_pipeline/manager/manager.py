@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -13,21 +12,21 @@ from typing import Any, SupportsIndex
 
 from dcp_pipeline.core.errors import CheckpointError
 from dcp_pipeline.manager.claim import Claim
-from dcp_pipeline.manager.events import CheckpointEvent, Events, OnEvent
+from dcp_pipeline.manager.events import Events, OnEvent
 from dcp_pipeline.manager.intervals import Intervals
 from dcp_pipeline.manager.preemption import StopRequests
 from dcp_pipeline.manager.ranks import Ranks
-from dcp_pipeline.manager.restoring import Restored, Restorer
+from dcp_pipeline.manager.restoring import Restorer, tell_restored
 from dcp_pipeline.manager.roots import Root
 from dcp_pipeline.manager.saving import Metrics, Saving, StepSaver
 from dcp_pipeline.manager.settings import settings_of
+from dcp_pipeline.manager.stopping import Stopping
 from dcp_pipeline.pipeline import Pipeline
+from dcp_pipeline.pipelines.in_flight import SaveFuture
 from dcp_pipeline.pipelines.saved import SavedMetadata
 from dcp_pipeline.types.dcp import AsyncSaveResponse
 
 __all__ = ["CheckpointManager"]
-
-logger = logging.getLogger("dcp_pipeline")
 
 
 class CheckpointManager:
@@ -82,19 +81,17 @@ class CheckpointManager:
         self._intervals = Intervals(
             self.settings.save_every_steps, self.settings.save_every_minutes
         )
-        self._stops = StopRequests(
-            self.settings.stop_signals, self.settings.grace_seconds, stop_when
-        )
+        requests = StopRequests(self.settings.stop_signals, self.settings.grace_seconds, stop_when)
+        self._stopping = Stopping(requests, self._ranks, self._events)
         claim = Claim(
             self._root.directory, self.settings.heartbeat_seconds, self.settings.takeover_seconds
         )
         self._saver = StepSaver(
             self._root, config.storage, self._ranks, self.settings, claim, self._events
         )
-        self._stop_reason = ""
         self._has_background = False
         # Also where nobody closes it: signals and the root are given back when it goes.
-        self._release = weakref.finalize(self, _release, claim, self._stops, storage)
+        self._release = weakref.finalize(self, _release, claim, requests, storage)
 
     @property
     def root(self) -> str:
@@ -155,7 +152,7 @@ class CheckpointManager:
         Raises:
             CheckpointException: as :meth:`save`; also where an earlier one failed meanwhile.
         """
-        if self._stop_reason:
+        if self._stopping.reason:
             self._saver.settle()
         saving = self._begin(step, metrics)
         self._has_background = True
@@ -204,28 +201,8 @@ class CheckpointManager:
         restorer = Restorer(self._root, self.pipeline, self._ranks, self.settings.fallback)
         restored = restorer.newest(state) if step is None else restorer.step(state, step)
         self._saver.damaged.update(restored.skipped)
-        self._tell(restored)
+        tell_restored(self._events, restored, self._root, self._ranks.rank)
         return restored.step
-
-    def _tell(self, restored: Restored) -> None:
-        rank = self._ranks.rank
-        for step, why in restored.skipped.items():
-            detail = {"path": self.path(step), "error": why}
-            self._events.emit(CheckpointEvent("damaged", step, rank, detail=detail))
-        report = restored.report
-        if restored.step is None or report is None:
-            return
-        self._events.nodes(restored.step, report.trace)
-        self._events.emit(
-            CheckpointEvent(
-                "restored",
-                restored.step,
-                rank,
-                seconds=restored.seconds,
-                nbytes=report.bytes_read,
-                detail={"path": report.checkpoint_id, "is_verified": report.is_verified},
-            )
-        )
 
     def steps(self) -> list[int]:
         """The committed steps, in order; the same on every rank."""
@@ -261,7 +238,7 @@ class CheckpointManager:
         """
         if step == self._saver.last:
             return False
-        if self._stop_reason or self._intervals.is_due_by_step(step):
+        if self._stopping.reason or self._intervals.is_due_by_step(step):
             return True
         if not self._intervals.has_minutes:
             return False
@@ -278,23 +255,7 @@ class CheckpointManager:
         outside the main thread they cannot be caught. Each call until then exchanges one small
         message between the ranks.
         """
-        if self._stop_reason:
-            return True
-        mine: Any
-        try:
-            self._stops.listen()
-            mine = [self._stops.reason(), self._stops.seconds_left()]
-        except Exception as error:
-            mine = error
-        reason, left = self._ranks.decide("should_stop", mine, _first_reason)
-        if not reason:
-            return False
-        self._stop_reason = reason
-        if self._ranks.is_coordinator:
-            logger.warning("stopping: %s; %.1f s of the grace period are left", reason, left)
-        detail = {"reason": reason, "seconds_left": left}
-        self._events.emit(CheckpointEvent("stopping", None, self._ranks.rank, detail=detail))
-        return True
+        return self._stopping.agreed()
 
     def wait(self) -> None:
         """Until every save that was begun is committed or has failed, and removals are done; local.
@@ -346,7 +307,8 @@ def _end_save(
     saving: Saving, saver: StepSaver, kept_alive: list[CheckpointManager], future: Future[Any]
 ) -> None:
     """In the background. A manager that nobody holds any more keeps its root until then."""
-    error = future.exception()
+    # Where it is done by now this is the caller's thread, whose look would count as having seen it.
+    error = future.error() if isinstance(future, SaveFuture) else future.exception()
     try:
         if error is not None:
             saver.fail(saving, error)
@@ -356,13 +318,7 @@ def _end_save(
         kept_alive.clear()
 
 
-def _first_reason(asked: list[Any]) -> list[Any]:
-    """On the coordinator: why the run is to end, and how long its most hurried rank has."""
-    reasons = [f"{reason} on rank {rank}" for rank, (reason, _) in enumerate(asked) if reason]
-    return [reasons[0] if reasons else "", min(left for _, left in asked)]
-
-
-def _release(claim: Claim, stops: StopRequests, storage: Any) -> None:
-    stops.restore()
+def _release(claim: Claim, requests: StopRequests, storage: Any) -> None:
+    requests.restore()
     claim.release()
     storage.close()

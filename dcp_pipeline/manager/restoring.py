@@ -18,13 +18,14 @@ from dcp_pipeline.core.errors import (
     UnsafeCheckpointError,
 )
 from dcp_pipeline.manager.differences import changed
+from dcp_pipeline.manager.events import CheckpointEvent, Events
 from dcp_pipeline.manager.ranks import Ranks
 from dcp_pipeline.manager.roots import Root
 from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.pipelines.report import LoadReport
 from dcp_pipeline.pipelines.steps.save_commit import versions
 
-__all__ = ["Restored", "Restorer", "is_damage"]
+__all__ = ["Restored", "Restorer", "is_damage", "tell_restored"]
 
 logger = logging.getLogger("dcp_pipeline")
 
@@ -200,3 +201,24 @@ class Restorer:
     def _log(self, level: int, message: str, *arguments: object) -> None:
         if self._ranks.is_coordinator:
             logger.log(level, message, *arguments)
+
+
+def tell_restored(events: Events, restored: Restored, root: Root, rank: int) -> None:
+    """Hand over the events of a restore: what it went past, its nodes, and the whole of it."""
+    for step, why in restored.skipped.items():
+        detail = {"path": root.path(step), "error": why}
+        events.emit(CheckpointEvent("damaged", step, rank, detail=detail))
+    report = restored.report
+    if restored.step is None or report is None:
+        return
+    events.nodes(restored.step, report.trace)
+    events.emit(
+        CheckpointEvent(
+            "restored",
+            restored.step,
+            rank,
+            seconds=restored.seconds,
+            nbytes=report.bytes_read,
+            detail={"path": report.checkpoint_id, "is_verified": report.is_verified},
+        )
+    )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,24 @@ def test_a_failure_is_heard_at_the_latest_when_the_manager_is_closed(
                 pass
     manager.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_that_was_there_before_anybody_looked(tmp_path: Path) -> None:
+    """A save that has failed by the time the manager gets its future is not taken for seen."""
+    with pipeline_of({"storage": faulty(method="write")}) as pipeline:
+        save = pipeline.async_save
+
+        def slow(*arguments: Any, **more: Any) -> Any:
+            future = save(*arguments, **more)
+            futures.wait([future], 30)
+            return future
+
+        pipeline.async_save = slow  # type: ignore[method-assign]
+        manager = CheckpointManager(tmp_path, pipeline)
+        manager.async_save(1, state())
+        assert manager.failures == 1
+        with pytest.raises(OSError, match="No space left"):
+            manager.close()
 
 
 def test_what_is_left_out(tmp_path: Path) -> None:

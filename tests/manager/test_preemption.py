@@ -49,7 +49,7 @@ def test_a_signal_ends_the_loop_and_not_the_process(
         assert manager.should_stop() and manager.should_save(4) and not manager.should_save(3)
         assert manager.steps() == saved == [3]
     assert "stopping: SIGTERM on rank 0; " in caplog.text
-    assert caplog.text.count("stopping") == 1
+    assert caplog.text.count("stopping: ") == 1
 
 
 def test_signals_are_caught_from_the_first_call_on(tmp_path: Path) -> None:
