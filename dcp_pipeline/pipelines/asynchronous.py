@@ -128,9 +128,14 @@ class AsyncSaves:
             raise
         values = {name: value for name, value in values.items() if _is_snapshot(name)}
         staged: Entries = values.get("staged", Entries())
-        future = self._start(
-            coordinator, lambda: self._finish(call, job, values, staged, trace, failure)
-        )
+        try:
+            future = self._start(
+                coordinator, lambda: self._finish(call, job, values, staged, trace, failure)
+            )
+        except BaseException as error:
+            coordinator.report_failure(error)
+            self._parts.stager.release(staged)
+            raise
         if self._parts.stager.is_asynchronous:
             return AsyncSaveResponse(_once_copied(staged), future)
         return future
@@ -140,11 +145,10 @@ class AsyncSaves:
         return self.in_flight.make_room(lambda: call.coordinator(False))
 
     def _start(self, coordinator: Coordinator, save: Callable[[], Any]) -> SaveFuture:
-        future = SaveFuture()
-        self.in_flight.add(future)
+        future, settings = SaveFuture(), self._settings
         lane = self._lane if coordinator.lane is None else lane_of(coordinator.lane)
-        settings = self._settings
         lane.start(lambda: future.run(save), settings.nice, settings.io_priority)
+        self.in_flight.add(future)
         return future
 
     def _finish(
