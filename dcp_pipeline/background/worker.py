@@ -26,6 +26,8 @@ Answer = Callable[[Any, int], Any]
 """What a worker runs: a request and a file descriptor (-1 for none) to its answer."""
 
 _GRACE_SECONDS = 5.0
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM)
+"""What shells and schedulers send to all processes of a job."""
 
 
 class Worker:
@@ -73,7 +75,7 @@ class Worker:
         self._joining = threading.Lock()
         # multiprocessing would ask it to end by a signal that it does not heed, and wait for it.
         atexit.register(self.kill)
-        with _outside_of_launcher():
+        with _outside_of_launcher(), _deaf():
             self._process.start()
         theirs.close()
         self.pid = self._process.pid
@@ -208,9 +210,20 @@ def _outside_of_launcher() -> Any:
         os.environ.update(kept)
 
 
+@contextlib.contextmanager
+def _deaf() -> Any:
+    """What this thread starts does not hear a signal before it has said what it does with it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(theirs: connection.Connection, setup: bytes, nice: int, io_priority: str | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _OF_GROUPS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
