@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dcp_pipeline.manager import CheckpointManager
@@ -28,35 +29,42 @@ class Slow:
     def load_state_dict(self, state):
         pass
 
-folder, every = Path(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-state = {"w": torch.ones(100), f"of{rank}": torch.ones(10), "slow": Slow()}
-with Pipeline.from_recipe("tiny_decoder") as pipeline:
-    with CheckpointManager(folder / "run", pipeline, save_every_steps=every) as manager:
-        for step in range(1, 600):
-            if step > 2:
-                (folder / f"training-{rank}").write_text(str(os.getpid()))
-            time.sleep(0.05)
-            dist.all_reduce(torch.ones(1))
-            is_last = manager.should_stop()
-            if is_last or manager.should_save(step):
-                manager.save(step, state)
-                print(f"rank {rank} saved {step};", flush=True)
-            if is_last:
-                break
-        else:
-            sys.exit(3)
-dist.destroy_process_group()
+def main():
+    global folder, rank
+    folder, every = Path(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    state = {"w": torch.ones(100), f"of{rank}": torch.ones(10), "slow": Slow()}
+    background = sys.argv[4]
+    overrides = [f"background={background}"] if background else []
+    with Pipeline.from_recipe("tiny_decoder", overrides) as pipeline:
+        with CheckpointManager(folder / "run", pipeline, save_every_steps=every) as manager:
+            for step in range(1, 600):
+                if step > 2:
+                    (folder / f"training-{rank}").write_text(str(os.getpid()))
+                time.sleep(0.05)
+                dist.all_reduce(torch.ones(1))
+                is_last = manager.should_stop()
+                if is_last or manager.should_save(step):
+                    (manager.async_save if background else manager.save)(step, state)
+                    print(f"rank {rank} saved {step};", flush=True)
+                if is_last:
+                    break
+            else:
+                sys.exit(3)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
 """
 
 
-def start(folder: Path, every: int, seconds: float) -> subprocess.Popen[str]:
+def start(folder: Path, every: int, seconds: float, background: str = "") -> subprocess.Popen[str]:
     program = folder / "train.py"
     program.write_text(PROGRAM)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.Popen(
-        [sys.executable, *launcher, str(program), str(folder), str(every), str(seconds)],
+        [sys.executable, *launcher, program, folder, str(every), str(seconds), background],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -87,6 +95,27 @@ def test_t81_a_signal_to_one_rank_in_the_middle_of_a_step(tmp_path: Path) -> Non
     assert saved[0] == saved[1] and len(saved[0]) == 1
     assert "stopping: SIGTERM on rank 1" in output
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{saved[0][0]}"]
+
+
+@pytest.mark.parametrize("background", ["thread", "process"])
+def test_t81_with_saves_in_the_background(tmp_path: Path, background: str) -> None:
+    """Also the processes beside the rank get the signal, as where a scheduler sends it to all."""
+    job = start(tmp_path, 2, 0.0, background)
+    pid = pid_in(tmp_path / "training-1", job)
+    while not (tmp_path / "run" / "step-2" / "manifest.json").exists():
+        assert job.poll() is None
+        time.sleep(0.02)
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        process.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=100)
+    assert job.returncode == 0, output
+    saved = saved_by(output)
+    assert saved[0] == saved[1]
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.steps() == saved[0]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        f"step-{step}" for step in saved[0]
+    }
 
 
 def test_a_signal_to_the_launcher(tmp_path: Path) -> None:
