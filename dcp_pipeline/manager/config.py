@@ -47,7 +47,8 @@ class ManagerConfig(KindConfig):
         grace_seconds: from such a signal until the process is expected to be killed.
         heartbeat_seconds: between two renewals of the mark that says whose the root is.
         takeover_seconds: how long the mark of a run that cannot be looked at is watched for
-            renewals before it is taken for dead; at least three of that run's heartbeats.
+            renewals before it is taken for dead; at least three of that run's heartbeats. The
+            other ranks wait meanwhile, so it is less than ``coordination.timeout_seconds``.
     """
 
     kind: Literal["default"] = "default"

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dcp_pipeline import Node, Pipeline
 from dcp_pipeline.cli.main import main
 from dcp_pipeline.core.errors import (
     CheckpointError,
@@ -403,6 +404,35 @@ def lose_the_root(root: Path) -> str:
 def test_a_root_that_vanishes_in_a_save(ranks: Pool, tmp_path: Path) -> None:
     messages = ranks(2).run(lose_the_root, tmp_path / "run")
     assert all(".run.json is gone from" in message for message in messages)
+
+
+def lose_in_the_middle(root: Path, what: str) -> tuple[list[str], str]:
+    """The directory goes when the data are written and nothing is committed yet."""
+
+    def lose(receipt: Any) -> None:
+        if dist.get_rank() == 1 and (root / "step-2").exists():
+            shutil.rmtree(root / what)
+
+    pipeline = Pipeline.builder().node(Node("lose", lose, ("receipt",))).build()
+    with pipeline, CheckpointManager(root, pipeline) as manager:
+        manager.save(1, state_with(1.0))
+        with pytest.raises(CheckpointError) as caught:
+            manager.save(2, state_with(2.0))
+        dist.barrier()
+        assert manager.steps() == ([1] if what == "step-2" else [])
+        manager.save(3, state_with(3.0))
+        assert manager.latest() == 3
+    return [base.__name__ for base in type(caught.value).__mro__], str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["step-2", "."])
+def test_a_directory_that_vanishes_in_the_middle(ranks: Pool, tmp_path: Path, what: str) -> None:
+    root = tmp_path / "run"
+    first, second = ranks(2).run(lose_in_the_middle, root, what)
+    assert first[1] == second[1] and "is gone from" in first[1]
+    assert "ConcurrentSaveError" in first[0]
+    left = {path.name for path in root.iterdir()}
+    assert left == ({"step-1", "step-3"} if what == "step-2" else {"step-3"})
 
 
 def unwind(root: Path) -> str:
