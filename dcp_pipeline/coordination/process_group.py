@@ -4,37 +4,39 @@ The group is made once per process group, and once more for the background, and 
 training. Messages are bytes that
 go to the coordinator and back, so that a rank that is gone is known by name. Every round runs in a
 thread of its own while the caller keeps looking at the store, so that a rank which has lost contact
-with one other can tell all the rest.
+with one other can tell all the rest; see :mod:`dcp_pipeline.coordination.roll_call`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import struct
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dcp_pipeline.coordination.base import Coordination
+from dcp_pipeline.coordination.control_group import (
+    NO_STORE,
+    ControlGroup,
+    control_group,
+    first_words,
+)
 from dcp_pipeline.coordination.exchange import Decision, decide, open_answer, wrap_message
+from dcp_pipeline.coordination.roll_call import INTERRUPTED, RollCall, Verdict
 from dcp_pipeline.coordination.single_process import SingleProcessCoordinator
 from dcp_pipeline.core.coordinator import Coordinator, Reduce
-from dcp_pipeline.core.errors import CoordinationError, NotDistributedError
+from dcp_pipeline.core.errors import CoordinationError, NotDistributedError, list_some
 
 __all__ = ["ProcessGroupCoordination", "ProcessGroupCoordinator"]
 
-T = TypeVar("T")
-
-_GRACE_POLLS = 6
-_INTERRUPTED = "it was interrupted"
+_NOTED = 32
 _LENGTH = struct.Struct("<q")
 
 
@@ -69,49 +71,8 @@ class ProcessGroupCoordination(Coordination):
                 )
             return SingleProcessCoordinator()
         group = process_group if process_group is not None else dist.group.WORLD
-        control = _control_group(group, self._timeout, background)
+        control = control_group(group, self._timeout, background)
         return ProcessGroupCoordinator(control, coordinator_rank, self._poll_seconds)
-
-
-class _ControlGroup:
-    """A gloo group with the ranks of another group, and a store to look at between messages."""
-
-    def __init__(self, group: Any, timeout: timedelta) -> None:
-        self.timeout = timeout
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self.group = dist.new_group(
-            self.ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
-        )
-        default_store = dist.distributed_c10d._get_default_store()
-        self.store = dist.PrefixStore(f"dcp_pipeline/{self.group.group_name}", default_store)
-        self.turns = itertools.count()
-        self.lock = threading.Lock()
-        self.is_broken = False
-        self.has_lost_store = False
-
-
-_CONTROL_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[timedelta, bool], _ControlGroup]]
-_CONTROL_GROUPS = weakref.WeakKeyDictionary()
-"""Groups live as long as the process group they were made for; making one takes a rendezvous."""
-
-_CREATION = threading.Lock()
-
-
-def _control_group(group: Any, timeout: timedelta, background: bool) -> _ControlGroup:
-    with _CREATION:
-        known = _CONTROL_GROUPS.setdefault(group, {})
-        kind = timeout, background
-        if kind not in known or known[kind].is_broken:
-            try:
-                known[kind] = _ControlGroup(group, timeout)
-            except (RuntimeError, ValueError) as error:
-                ranks = dist.get_process_group_ranks(group)
-                raise CoordinationError(
-                    f"the ranks {ranks} did not all come to the save or load within"
-                    f" {timeout.total_seconds():g} s (coordination.timeout_seconds): one has failed"
-                    f" before, or never called it: {str(error).splitlines()[0]}"
-                ) from error
-        return known[kind]
 
 
 class _LostContact(Exception):
@@ -126,7 +87,7 @@ class _LostContact(Exception):
 class ProcessGroupCoordinator(Coordinator):
     """One save or load of the ranks of a group."""
 
-    def __init__(self, control: _ControlGroup, coordinator_rank: int, poll_seconds: float) -> None:
+    def __init__(self, control: ControlGroup, coordinator_rank: int, poll_seconds: float) -> None:
         self._control = self.lane = control
         self._group = control.group
         self.rank = dist.get_rank(self._group)
@@ -134,11 +95,15 @@ class ProcessGroupCoordinator(Coordinator):
         self.coordinator_rank = coordinator_rank
         self._poll_seconds = poll_seconds
         self._next_poll = 0.0
+        # All is over once the time is out: before that the ranks are called, answer, and decide.
+        self._grace = min(max(2.0, 4 * poll_seconds), control.timeout / 4)
+        self._waits_for: Sequence[int] = ()
+        self._since = 0.0
         # Every rank makes its coordinators in the same order, so the number names the operation.
-        turn = next(control.turns)
-        self._failure_key = f"failed/{turn}"
-        self._lost_key = f"lost/{turn}"
+        turn, glance = next(control.turns), min(poll_seconds, self._grace / 4)
+        self._roll_call = RollCall(control.store, turn, self.rank, lambda: self._waits_for, glance)
         self._has_failed = False
+        self._lost: tuple[int, ...] = ()
 
     def exchange(
         self, step: str, message: bytes | BaseException, reduce: Reduce | None = None
@@ -155,24 +120,36 @@ class ProcessGroupCoordinator(Coordinator):
                 lambda: decide(step, messages, reduce, self.rank, self.world_size)
             )
             failed.append(error)
-            self._send_all(answers)
+            for receiver, answer in enumerate(answers):
+                if receiver != self.rank:
+                    self._send(answer, [receiver])
             return answers[self.rank]
 
         answer = self._watched(step, round_trip, decision.give_up)
         return open_answer(step, answer, own or (failed[0] if failed else None), self.rank)
 
     def broadcast(self, step: str, data: bytes | None) -> bytes:
+        parent, children = self._place_in_tree()
+
         def round_trip() -> bytes:
-            source = self._global(self.coordinator_rank)
-            length = torch.tensor([len(data or b"")], device="cpu")
-            with _contact(self.coordinator_rank):
-                dist.broadcast(length, source, self._group)
-                size = int(length)
-                buffer = _empty(size) if data is None else _tensor(data)
-                dist.broadcast(buffer, source, self._group)
-            return buffer.numpy().tobytes() if data is None else data
+            if parent is None:
+                assert data is not None
+                message = data
+            else:
+                message = self._receive(parent)
+            self._send(message, children)
+            return message
 
         return self._watched(step, round_trip)
+
+    def _place_in_tree(self) -> tuple[int | None, list[int]]:
+        """Whom this rank hears from and whom it tells, in a binomial tree below the coordinator."""
+        size, root = self.world_size, self.coordinator_rank
+        place = (self.rank - root) % size
+        span = place & -place if place else 1 << (size - 1).bit_length()
+        parent = (place - span + root) % size if place else None
+        steps = [1 << bit for bit in reversed(range(span.bit_length() - 1))]
+        return parent, [(place + step + root) % size for step in steps if place + step < size]
 
     def pass_on(
         self, sends: list[tuple[int, memoryview]], receives: list[tuple[int, memoryview]]
@@ -180,16 +157,12 @@ class ProcessGroupCoordinator(Coordinator):
         def transfer() -> bytes:
             pending: list[tuple[int, Any]] = []
             for rank, buffer in receives:
-                tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-                with _contact(rank):
-                    pending.append((rank, dist.irecv(tensor, self._global(rank), self._group)))
+                pending.append((rank, self._begin_receive(rank, buffer)))
             for rank, buffer in sends:
                 tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-                with _contact(rank):
+                with self._contact(rank):
                     pending.append((rank, dist.isend(tensor, self._global(rank), self._group)))
-            for rank, work in pending:
-                with _contact(rank):
-                    work.wait()
+            self._finish(pending)
             return b""
 
         if sends or receives:
@@ -197,7 +170,7 @@ class ProcessGroupCoordinator(Coordinator):
 
     def _gather(self, message: bytes) -> list[bytes] | None:
         if not self.is_coordinator:
-            self._send(message, self.coordinator_rank)
+            self._send(message, [self.coordinator_rank])
             return None
         # All at a time, so that nobody's send has to wait for a rank that does not answer.
         others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -207,29 +180,47 @@ class ProcessGroupCoordinator(Coordinator):
         return [received[rank] for rank in range(self.world_size)]
 
     def _receive_all(self, sizes: dict[int, int]) -> dict[int, bytes]:
-        buffers = {rank: _empty(size) for rank, size in sizes.items()}
-        pending: dict[int, Any] = {}
-        for rank, buffer in buffers.items():
-            with _contact(rank):
-                pending[rank] = dist.irecv(buffer, self._global(rank), self._group)
-        for rank, work in pending.items():
-            with _contact(rank):
-                work.wait()
-        return {rank: buffer.numpy().tobytes() for rank, buffer in buffers.items()}
-
-    def _send_all(self, answers: list[bytes]) -> None:
-        for receiver, answer in enumerate(answers):
-            if receiver != self.rank:
-                self._send(answer, receiver)
-
-    def _send(self, message: bytes, receiver: int) -> None:
-        with _contact(receiver):
-            dist.send(_tensor(_LENGTH.pack(len(message))), self._global(receiver), self._group)
-            dist.send(_tensor(message), self._global(receiver), self._group)
+        buffers = {rank: bytearray(size) for rank, size in sizes.items()}
+        self._finish(
+            [
+                (rank, self._begin_receive(rank, memoryview(buffer)))
+                for rank, buffer in buffers.items()
+            ]
+        )
+        return {rank: bytes(buffer) for rank, buffer in buffers.items()}
 
     def _receive(self, sender: int) -> bytes:
         (length,) = _LENGTH.unpack(self._receive_all({sender: _LENGTH.size})[sender])
         return self._receive_all({sender: length})[sender]
+
+    def _send(self, message: bytes, receivers: Sequence[int]) -> None:
+        for data in (_LENGTH.pack(len(message)), message):
+            tensor, pending = _tensor(data), []
+            for rank in receivers:
+                with self._contact(rank):
+                    pending.append((rank, dist.isend(tensor, self._global(rank), self._group)))
+            self._finish(pending)
+
+    def _begin_receive(self, rank: int, buffer: memoryview) -> Any:
+        with self._contact(rank):
+            return dist.irecv(_over(buffer), self._global(rank), self._group)
+
+    def _finish(self, pending: Sequence[tuple[int, Any]]) -> None:
+        """Wait for what was begun, noting for whom."""
+        ranks = [rank for rank, _ in pending]
+        for place, (_, work) in enumerate(pending):
+            with self._contact(*ranks[place : place + _NOTED]):
+                work.wait()
+
+    @contextlib.contextmanager
+    def _contact(self, *ranks: int) -> Iterator[None]:
+        self._since, self._waits_for = time.monotonic(), ranks
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise _LostContact(ranks[0], first_words(error)) from error
+        finally:
+            self._waits_for = ()
 
     def _global(self, rank: int) -> int:
         return self._control.ranks[rank]
@@ -237,7 +228,7 @@ class ProcessGroupCoordinator(Coordinator):
     def _watched(
         self, step: str, action: Callable[[], bytes], give_up: Callable[[], None] = lambda: None
     ) -> bytes:
-        """Run ``action`` in a thread, and give it up when another rank has lost contact."""
+        """Run ``action`` in a thread, and give it up when a rank is lost."""
         result: list[bytes] = []
         errors: list[BaseException] = []
         done = threading.Event()
@@ -251,12 +242,14 @@ class ProcessGroupCoordinator(Coordinator):
                 done.set()
 
         with self._control.lock:
-            threading.Thread(target=work, name=f"dcp_pipeline {step}", daemon=True).start()
+            thread = threading.Thread(target=work, name=f"dcp_pipeline {step}", daemon=True)
             try:
-                while not done.wait(self._poll_seconds):
-                    lost = self._lost()
-                    if lost is not None:
-                        raise self._broken(step, *lost)
+                thread.start()
+                verdict = self._watch(done)
+                if verdict is None and errors and isinstance(errors[0], _LostContact):
+                    verdict = self._find(errors[0])
+                if verdict is not None:
+                    raise self._broken(step, verdict) from (errors[0] if errors else None)
             except BaseException as error:
                 if not isinstance(error, Exception):
                     self._tell_interrupted()
@@ -264,77 +257,77 @@ class ProcessGroupCoordinator(Coordinator):
                 give_up()
                 raise
             if errors:
-                raise self._explain(step, errors[0]) from errors[0]
+                raise errors[0]
         return result[0]
 
-    def _explain(self, step: str, error: BaseException) -> BaseException:
-        if not isinstance(error, _LostContact):
-            return error
-        # Another rank may know better who is gone: one whose own partner is gone stops answering.
-        for _ in range(_GRACE_POLLS):
-            lost = self._lost()
-            if lost is not None:
-                return self._broken(step, *lost)
-            if error.rank != self.coordinator_rank:
-                break
-            time.sleep(self._poll_seconds / 2)
-        self._tell_lost(error.rank, error.reason)
-        # This process may end with the error, and the store with it: the others look first.
-        time.sleep(2 * self._poll_seconds)
-        return self._broken(step, error.rank, error.reason)
+    def _watch(self, done: threading.Event) -> Verdict | None:
+        """Wait for the end of a round, or until it is known who is lost."""
+        timeout, grace = self._control.timeout, self._grace
+        while not done.wait(min(self._poll_seconds, grace / 4)):
+            verdict = self._roll_call.look()
+            if verdict is not None:
+                return verdict
+            waits_for, since = self._waits_for, self._since
+            waited = time.monotonic() - since if waits_for else 0.0
+            if waited > timeout - grace:
+                self._roll_call.raise_alarm()
+            if waited > timeout - grace / 2:
+                return self._decide(waits_for, f"no answer for {timeout:g} s")
+        return None
 
-    def _broken(self, step: str, rank: int, reason: str) -> CoordinationError:
+    def _find(self, lost: _LostContact) -> Verdict:
+        """Who is lost, where contact to one rank is."""
+        # That one may be there, and have given up a third.
+        deadline = time.monotonic() + self._grace / 2
+        self._roll_call.raise_alarm()
+        while time.monotonic() < deadline:
+            verdict = self._roll_call.look()
+            if verdict is not None:
+                return verdict
+            time.sleep(min(self._poll_seconds, self._grace / 8))
+        return self._decide([lost.rank], lost.reason)
+
+    def _decide(self, suspects: Sequence[int], reason: str) -> Verdict:
+        verdict = self._roll_call.decide(suspects, reason, self._grace / 4)
+        if verdict.teller == self.rank:
+            # This process may end with the error, and the store with it: the others look first.
+            time.sleep(min(2 * self._poll_seconds, self._grace / 4))
+        return verdict
+
+    def _broken(self, step: str, verdict: Verdict) -> CoordinationError:
         self._control.is_broken = True
-        if reason == _INTERRUPTED:
-            error = CoordinationError(f"rank {rank} was lost during {step}: {reason}")
-        else:
-            error = CoordinationError(
-                f"rank {rank} was lost during {step}: {reason}. It has ended, or it did not"
-                " answer within coordination.timeout_seconds"
-            )
+        self._lost = verdict.lost
+        lost = [rank for rank in verdict.lost if rank != self.rank]
+        reason = verdict.reason
+        if not lost:
+            # The teller sees that the other way round.
+            lost, reason = [verdict.teller], f"it has given up this rank: {reason}"
+        ranks = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {list_some(lost)} were"
+        text = f"{ranks} lost during {step}: {reason}"
+        if reason != INTERRUPTED:
+            text += ". It has ended, or it did not answer within coordination.timeout_seconds"
+        if self._control.store.does_not_answer:
+            text += f". Another rank may be the one that is gone: {NO_STORE}"
+        error = CoordinationError(text)
         error.is_shared = True
         return error
 
-    def _lost(self) -> tuple[int, str] | None:
-        if not self._is_set(self._lost_key):
-            return None
-        told = self._ask_store(lambda store: store.get(self._lost_key))
-        if told is None:
-            return None
-        rank, _, reason = told.decode().partition(" ")
-        return int(rank), reason
-
-    def _tell_lost(self, rank: int, reason: str) -> None:
-        self._set(self._lost_key, f"{rank} {reason}")
+    def last_word(self, word: str = "") -> str:
+        if self.is_coordinator:
+            self._roll_call.leave_word(word)
+            time.sleep(min(2 * self._poll_seconds, self._grace / 4))
+            return word
+        deadline = time.monotonic() + self._grace / 2
+        while self.coordinator_rank not in self._lost and time.monotonic() < deadline:
+            word = self._roll_call.word()
+            if word:
+                return word
+            time.sleep(min(self._poll_seconds, self._grace / 8))
+        return ""
 
     def _tell_interrupted(self) -> None:
         self._control.is_broken = True
-        self._tell_lost(self.rank, _INTERRUPTED)
-
-    def _is_set(self, key: str) -> bool:
-        return bool(self._ask_store(lambda store: store.check([key])))
-
-    def _set(self, key: str, value: str) -> None:
-        self._ask_store(lambda store: store.set(key, value))
-
-    def _ask_store(self, question: Callable[[Any], Any]) -> Any:
-        """An answer of the store, ``None`` once its host is gone: more questions would be noise."""
-        if self._control.has_lost_store:
-            return None
-        answers: list[Any] = []
-
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError):
-                answers.append(question(self._control.store))
-
-        # A host that was stopped lets one wait for minutes, and no signal gets through to there.
-        asking = threading.Thread(target=ask, name="dcp_pipeline store", daemon=True)
-        asking.start()
-        asking.join(self._control.timeout.total_seconds())
-        if answers:
-            return answers[0]
-        self._control.has_lost_store = True
-        return None
+        self._roll_call.tell_interrupted()
 
     def report_failure(self, error: BaseException) -> None:
         # The exchange that follows carries the error itself; this only wakes the others up.
@@ -342,28 +335,22 @@ class ProcessGroupCoordinator(Coordinator):
         if not isinstance(error, Exception):
             # There is no exchange that follows.
             self._tell_interrupted()
-        self._set(self._failure_key, str(self.rank))
+        self._roll_call.tell_failed()
 
     def peer_failed(self) -> bool:
         now = time.monotonic()
         if self._has_failed or now < self._next_poll:
             return False
         self._next_poll = now + self._poll_seconds
-        return self._is_set(self._failure_key)
+        return self._roll_call.has_failure()
 
 
-@contextlib.contextmanager
-def _contact(rank: int) -> Any:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        raise _LostContact(rank, str(error).splitlines()[0]) from error
-
-
-def _empty(size: int) -> torch.Tensor:
-    # The caller may be inside a torch.device context.
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
+def _over(buffer: memoryview) -> torch.Tensor:
+    if not len(buffer):
+        # The caller may be inside a torch.device context.
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+    return _over(memoryview(bytearray(data)))

@@ -78,6 +78,17 @@ class Coordinator(ABC):
     def peer_failed(self) -> bool:
         """Whether another rank has reported a failure; quick, and not collective."""
 
+    def last_word(self, word: str = "") -> str:
+        """What the coordinator has to say of a round that was broken off; not collective.
+
+        Args:
+            word: the coordinator's; the others pass none.
+
+        Returns:
+            The word; empty where none came within a second or so.
+        """
+        return word
+
     def close(self) -> None:
         """Give back groups and threads; the coordinator is not used afterwards."""
         return None

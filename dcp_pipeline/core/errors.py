@@ -256,7 +256,13 @@ class StorageError(_SystemError):
 
 
 class UnfinishedCommitError(StorageError):
-    """The checkpoint was committed, but it may not be durable, or ``.metadata`` is the old one."""
+    """The checkpoint was committed, but it may not be durable, or ``.metadata`` is the old one.
+
+    Attributes:
+        is_committed: as in :class:`CoordinationError`.
+    """
+
+    is_committed: bool | None = True
 
 
 class CoordinationError(CheckpointError, RuntimeError):
@@ -264,9 +270,12 @@ class CoordinationError(CheckpointError, RuntimeError):
 
     Attributes:
         is_shared: whether the other ranks know already, or cannot be told.
+        is_committed: of a save that lost contact with a rank while it was committed, whether it
+            was; ``None`` where that is not known, and for all else.
     """
 
     is_shared = False
+    is_committed: bool | None = None
 
 
 class NotDistributedError(CoordinationError):

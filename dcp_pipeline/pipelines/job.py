@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_pipeline.core.coordinator import Coordinator
-from dcp_pipeline.core.errors import CheckpointError, PeerFailedError
+from dcp_pipeline.core.errors import CheckpointError, CoordinationError, PeerFailedError
 from dcp_pipeline.core.liveness import ProcessIdentity, give_up
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path
@@ -39,6 +39,7 @@ class SaveJob:
         may_delete: whether this rank may still delete them: until the coordinator may have
             committed them.
         has_tried_to_commit: on the coordinator, whether the commit record may be replaced by now.
+        is_given_up: on the coordinator, whether the commit record will never be replaced.
         notes: kept in the manifest, as plain JSON data.
         guard: called on the coordinator before anything is written and again right before the
             commit; what it raises fails the save. Pickled for a background process.
@@ -57,12 +58,31 @@ class SaveJob:
     written: list[str] = field(default_factory=list)
     may_delete: bool = True
     has_tried_to_commit: bool = False
+    is_given_up: bool = False
     is_tidy: bool = False
     slowest_writer: tuple[int, float] | None = None
     empty: list[tuple[Path, str]] = field(default_factory=list)
     heartbeat: Heartbeat | None = None
     plan: CoordinatorPlan | None = None
     committed: Manifest | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin_commit(self) -> None:
+        """On the coordinator, right before the commit record is replaced.
+
+        Raises:
+            CoordinationError: the save was given up, from another thread.
+        """
+        with self._lock:
+            if self.is_given_up:
+                raise CoordinationError("the save was given up")
+            self.has_tried_to_commit = True
+
+    def give_up(self) -> bool:
+        """On the coordinator: commit no more, unless that has begun; whether it has not."""
+        with self._lock:
+            self.is_given_up = self.is_given_up or not self.has_tried_to_commit
+            return self.is_given_up
 
     def ask_guard(self) -> None:
         """Call the guard, if there is one."""

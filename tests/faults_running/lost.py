@@ -96,11 +96,11 @@ def save_all_of(path: Path) -> None:
 
 
 def _start(scene: Scene, folder: Path) -> list[Fork]:
-    port = _free_port() if scene.store == "host" else 0
+    port = free_port() if scene.store == "host" else 0
     return [fork(_act(scene, folder, rank, port)) for rank in range(WORLD)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -73,3 +73,10 @@ def test_lost_anywhere(
     for number, scenes in enumerate((saves, loads[::2], loads[1::2])):
         (tmp_path / str(number)).mkdir()
         assert forked("lost:lose", str(tmp_path / str(number)), scenes) == []
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_the_host_of_the_store_is_lost_before_they_met(
+    forked: Callable[..., Any], tmp_path: Path, how: str
+) -> None:
+    assert forked("host_lost:lose_host", str(tmp_path), how) == []

@@ -24,6 +24,7 @@ from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.table import ChunkTable
 from dcp_pipeline.layout.record import dead_names, names_in
 from dcp_pipeline.pipelines.job import SaveJob
+from dcp_pipeline.pipelines.steps.commit_outcome import say_outcome
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Receipt, Share
 from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
@@ -48,16 +49,19 @@ def commit(
     is_coordinator = job.coordinator.is_coordinator
     # Once the receipt is on its way the files may be those of a committed checkpoint.
     job.may_delete = isinstance(message, BaseException)
+    has_answer = False
     try:
         answer = job.coordinator.exchange(
             "commit", message, lambda messages: _publish(messages, job)
         )
+        has_answer = True
+        record = job.coordinator.broadcast("commit", answer if is_coordinator else None)
     except BaseException as error:
         # Contact may be lost or the outcome be open, but not where the coordinator never tried.
-        has_never_tried = is_coordinator and not job.has_tried_to_commit
+        has_never_tried = is_coordinator and job.give_up()
         job.may_delete = job.may_delete or has_never_tried or _is_abort(error)
+        say_outcome(error, job, has_answer)
         raise
-    record = job.coordinator.broadcast("commit", answer if is_coordinator else None)
     return Manifest.decode(record) if job.committed is None else job.committed
 
 
@@ -117,7 +121,7 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
             " and removes what it has written. storage.stale_after_seconds says after how long"
         )
     job.ask_guard()
-    job.has_tried_to_commit = True
+    job.begin_commit()
     try:
         directory.commit(name, record, plan.record, also)
     except ConcurrentSaveError:
