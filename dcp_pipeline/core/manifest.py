@@ -25,15 +25,13 @@ from dcp_pipeline.core.errors import (
     UnsafeCheckpointError,
 )
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
-from dcp_pipeline.core.path import Index, Path, decode_path, encode_path
+from dcp_pipeline.core.path import Path, check_paths, decode_path, encode_path
 from dcp_pipeline.core.table import MAX_DIMENSIONS, ChunkTable, KeySpec, Kind
 
 __all__ = ["FileEntry", "Manifest", "MetadataEntry", "SumsEntry", "safe_name"]
 
 FORMAT: Final = "dcp_pipeline.checkpoint"
 VERSION: Final = (1, 0)
-_SHORT_LIST: Final = 1024
-_MAX_POSITIONS: Final = 1 << 20
 _CHUNK_COLUMNS: Final = ("key", "owner", "file", "offset", "length", "payload")
 
 
@@ -293,22 +291,8 @@ def _decode_keys(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tu
             or (spec.dtype, spec.shape) != (target.dtype, target.shape)
         ):
             raise FormatError(f"{name!r} cannot share the storage of {names[spec.alias]!r}")
-    _check_lists(specs)
+    check_paths([spec.path for spec in specs])
     return tuple(names), tuple(specs)
-
-
-def _check_lists(specs: Sequence[KeySpec]) -> None:
-    """Refuse positions in lists that would have to be filled up with far more than there is."""
-    lengths: dict[Path, int] = {}
-    for spec in specs:
-        for depth, part in enumerate(spec.path):
-            if isinstance(part, Index) and part.position >= _SHORT_LIST:
-                before = spec.path[:depth]
-                lengths[before] = max(lengths.get(before, 0), part.position)
-    if sum(lengths.values()) > _MAX_POSITIONS + 64 * len(specs):
-        raise UnsafeCheckpointError(
-            f"lists of {sum(lengths.values())} entries are to be made for {len(specs)} keys"
-        )
 
 
 def check_places(manifest: Manifest) -> None:

@@ -7,20 +7,26 @@ DCP's own, is ``a.0`` for all three. Paths are what is compared; names are what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from dcp_pipeline.core.errors import FormatError
+from dcp_pipeline.core.errors import FormatError, UnsafeCheckpointError
+from dcp_pipeline.core.hashing import EqualHashes
 
 __all__ = [
     "Component",
     "Index",
     "Path",
     "assign_names",
+    "check_paths",
     "contradictions",
     "decode_path",
     "dotted",
     "encode_path",
 ]
+
+_DEEPEST: Final = 512
+_SHORT_LIST: Final = 1024
+_MAX_POSITIONS: Final = 1 << 20
 
 
 class Index(NamedTuple):
@@ -105,6 +111,34 @@ def assign_names(paths: Iterable[Path]) -> list[str]:
             names[position] = f"{name}#{number}"
             taken.add(names[position])
     return names
+
+
+def check_paths(paths: Sequence[Path]) -> None:
+    """Refuse paths of a file that no state has, before anything is built of them.
+
+    Raises:
+        FormatError: two are the same.
+        UnsafeCheckpointError: they are nested absurdly deep, have keys that were chosen to have one
+            hash, or positions in lists that would have to be filled up with far more than there is.
+    """
+    if max(map(len, paths), default=0) > _DEEPEST:
+        raise UnsafeCheckpointError(f"a key lies more than {_DEEPEST} levels deep")
+    hashes = EqualHashes()
+    lengths: dict[Path, int] = {}
+    for path in paths:
+        if all(type(part) is str for part in path):
+            continue  # which is hashed with a secret
+        hashes.add(path[:depth] for depth in range(1, len(path) + 1))
+        for depth, part in enumerate(path):
+            if isinstance(part, Index) and part.position >= _SHORT_LIST:
+                before = path[:depth]
+                lengths[before] = max(lengths.get(before, 0), part.position)
+    if sum(lengths.values()) > _MAX_POSITIONS + 64 * len(paths):
+        raise UnsafeCheckpointError(
+            f"lists of {sum(lengths.values())} entries are to be made for {len(paths)} keys"
+        )
+    if len(set(paths)) != len(paths):
+        raise FormatError("two keys lie at one place")
 
 
 def contradictions(paths: Iterable[Path]) -> list[str]:

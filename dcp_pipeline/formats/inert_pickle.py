@@ -16,7 +16,7 @@ from pickletools import opcodes
 from typing import Any
 
 from dcp_pipeline.core.errors import CheckpointError, FormatError, UnsafeCheckpointError
-from dcp_pipeline.formats.pickle_values import Factory, check_key, key_types
+from dcp_pipeline.formats.pickle_values import Factory, Keys, key_types
 
 __all__ = ["load_inert"]
 
@@ -52,7 +52,7 @@ def load_inert(
         {'a': (1, 2.5)}
     """
     try:
-        return _run(data, resolve, builders or {}, persistent, keys or key_types())
+        return _run(data, resolve, builders or {}, persistent, Keys(keys or key_types()))
     except CheckpointError:
         raise
     except RecursionError as error:
@@ -66,7 +66,7 @@ def _run(
     resolve: Callable[[str, str], object],
     builders: Mapping[type, Callable[[Any, Any], None]],
     persistent: Callable[[object], object] | None,
-    keys: frozenset[type],
+    keys: Keys,
 ) -> object:
     # One long chain of branches, commonest opcodes first: a checkpoint of 300,000 chunks has
     # twenty million opcodes, and a call for each of them would double the time.
@@ -126,11 +126,10 @@ def _run(
             target = _dict_of(stack[-1])
             if len(items) % 2:
                 raise FormatError("a pickle sets a key without a value")
-            for at in range(0, len(items), 2):
-                key = items[at]
-                if type(key) is not str:
-                    check_key(key, keys)
-                target[key] = items[at + 1]
+            others = [key for key in items[::2] if type(key) is not str]
+            if others:
+                keys.check(target, others)
+            target.update(zip(items[::2], items[1::2], strict=True))
         elif op == 0x62:  # BUILD
             state = stack.pop()
             build = builders.get(type(stack[-1]))
@@ -192,8 +191,9 @@ def _run(
         elif op == 0x73:  # SETITEM
             last = stack.pop()
             key = stack.pop()
-            check_key(key, keys)
-            _dict_of(stack[-1])[key] = last
+            target = stack[-1]
+            keys.check(target if isinstance(target, dict) else None, (key,))
+            _dict_of(target)[key] = last
         elif op == 0x93 or op == 0x63:  # STACK_GLOBAL, GLOBAL
             if op == 0x93:
                 name = stack.pop()
@@ -221,8 +221,7 @@ def _run(
             stack = outer.pop()
             if type(stack[-1]) is not set:
                 raise FormatError("a pickle adds items to something that is not a set")
-            for item in items:
-                check_key(item, keys)
+            keys.check(stack[-1], items)
             stack[-1].update(items)
         elif op == 0x95:  # FRAME
             pos += 8
@@ -237,8 +236,7 @@ def _run(
         elif op == 0x91:  # FROZENSET
             items = stack
             stack = outer.pop()
-            for item in items:
-                check_key(item, keys)
+            keys.check(None, items)
             stack.append(frozenset(items))
         elif op == 0x8F:  # EMPTY_SET
             stack.append(set())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from dcp_pipeline.core.errors import FormatError, UnsafeCheckpointError
+from dcp_pipeline.core.hashing import EqualHashes
 
-__all__ = ["Factory", "check_key", "key_types", "plain_globals"]
+__all__ = ["Factory", "Keys", "check_key", "key_types", "plain_globals"]
 
 _KEY_NODES = 256
 _KEY_INT_BITS = 256
+_FEW = 512  # so few keys may all have one hash
 
 
 class Factory:
@@ -55,6 +57,38 @@ def check_key(key: object, allowed: frozenset[type]) -> None:
             raise UnsafeCheckpointError("a pickle uses an absurdly long integer as a key")
 
 
+class Keys:
+    """Looks at the keys of a pickle before they are put into dicts and sets.
+
+    Args:
+        allowed: types, see ``key_types``.
+    """
+
+    def __init__(self, allowed: frozenset[type]) -> None:
+        self._allowed = allowed
+        self._of: dict[int, tuple[Collection[Any], EqualHashes]] = {}
+
+    def check(self, target: Collection[Any] | None, keys: Sequence[Any]) -> None:
+        """Refuse keys that must not be hashed, or too many that have one hash.
+
+        Args:
+            target: what they are put into, ``None`` for something new. Keys that are text need not
+                be looked at.
+        """
+        for key in keys:
+            check_key(key, self._allowed)
+        if len(target or ()) + len(keys) <= _FEW:
+            return
+        if target is None:
+            EqualHashes().add(keys)
+            return
+        known = self._of.get(id(target))
+        if known is None:
+            known = self._of[id(target)] = (target, EqualHashes())
+            known[1].add(target)
+        known[1].add(keys)
+
+
 def plain_globals(allowed: frozenset[type]) -> dict[str, object]:
     """The globals that pickle writes for plain containers, by ``module.name``."""
 
@@ -63,18 +97,15 @@ def plain_globals(allowed: frozenset[type]) -> dict[str, object]:
             items = args[0] if args else ()
             if type(items) not in (list, tuple, set) or len(args) > 1:
                 raise FormatError(f"a pickle builds a {kind.__name__} of {type(items).__name__}")
-            for item in items:
-                check_key(item, allowed)
+            Keys(allowed).check(None, list(items))
             return kind(items)
 
         return make
 
     def make_ordered(args: tuple[Any, ...]) -> object:
-        result: OrderedDict[Any, Any] = OrderedDict()
-        for pair in args[0] if args else ():
-            check_key(pair[0], allowed)
-            result[pair[0]] = pair[1]
-        return result
+        pairs = [(pair[0], pair[1]) for pair in args[0]] if args else []
+        Keys(allowed).check(None, [key for key, _ in pairs])
+        return OrderedDict(pairs)
 
     def make_bytes(args: tuple[Any, ...]) -> bytes:
         text, coding = args if args else ("", "latin1")

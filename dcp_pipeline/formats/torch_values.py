@@ -18,14 +18,11 @@ from dcp_pipeline.core.errors import (
     UnsafeCheckpointError,
     UnsupportedLeafError,
 )
-from dcp_pipeline.formats.inert_pickle import load_inert
-from dcp_pipeline.formats.pickle_values import Factory, key_types
-from dcp_pipeline.formats.zip_directory import Window, payload_offset, read_directory
+from dcp_pipeline.formats.value_guard import ValueGlobals, globals_of_value, pickle_of_value
+from dcp_pipeline.formats.zip_directory import Window
 
 __all__ = ["check_readable", "read_value", "write_value"]
 
-_MAX_ENTRIES = 1_000_000
-_TUPLES_WITHOUT_DANGER = 5_000
 _INT_BITS = 255 * 8 - 1  # torch's guarded reader knows only the short form of a long integer
 _SCALARS = (type(None), bool, float, str, complex, bytes, torch.dtype, torch.device, torch.Size)
 _HARMLESS = (bytes, frozenset)
@@ -60,13 +57,14 @@ def read_value(
 
     Raises:
         FormatError: the item is malformed or truncated.
-        UnsafeCheckpointError: it names a global that is not allowed; the message says which.
+        UnsafeCheckpointError: it names a global that is not allowed; the message says which. Or it
+            asks for memory out of proportion to its bytes.
     """
     wanted = list(safe_globals)
     if not trusted:
-        pickle = _check_item(data)
+        named = _check_item(data, wanted).named
         # torch's guarded reader refuses these two, b"" included, though they only hold data.
-        wanted += [kind for kind in _HARMLESS if f"\n{kind.__name__}\n".encode() in pickle]
+        wanted += [kind for kind in _HARMLESS if f"builtins.{kind.__name__}" in named]
     # torch's context manager takes away on exit what the program had allowed for itself.
     allowed = torch.serialization.get_safe_globals()
     added = [entry for entry in wanted if entry not in allowed]
@@ -104,32 +102,18 @@ def _load(data: bytes | memoryview, trusted: bool) -> object:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
 
 
-def _check_item(data: bytes | memoryview) -> bytes:
-    """The pickle of an item that ``torch.load`` neither inflates nor crashes on in a key's hash."""
+def _check_item(data: bytes | memoryview, safe_globals: Sequence[object]) -> ValueGlobals:
+    """What an item names, if ``torch.load`` makes no more of it than it is worth."""
     view = memoryview(data)
     window = Window(lambda offset, nbytes: bytes(view[offset : offset + nbytes]), len(view))
-    entries = read_directory(window, _MAX_ENTRIES)
-    root = entries[0].name.partition("/")[0] if entries else ""
-    record = next((entry for entry in entries if entry.name == f"{root}/data.pkl"), None)
-    if record is None:
-        raise FormatError("a zip without data.pkl: not what torch.save writes")
-    pickle = window.take(payload_offset(window, record), record.size)
-    if sum(pickle.count(op) for op in (b"\x85", b"\x86", b"\x87", b"t")) < _TUPLES_WITHOUT_DANGER:
-        return pickle
-    builders = {_Opaque: lambda opaque, state: None, OrderedDict: lambda opaque, state: None}
-    keys = key_types(_Opaque, frozenset)
-    load_inert(pickle, _opaque, builders=builders, persistent=lambda key: _Opaque(), keys=keys)
-    return pickle
-
-
-class _Opaque:
-    """Stands for whatever a global would have made, while only the shape of keys matters."""
-
-
-def _opaque(module: str, name: str) -> object:
-    if (module, name) == ("collections", "OrderedDict"):
-        return Factory(name, lambda args: OrderedDict())
-    return Factory(f"{module}.{name}", lambda args: _Opaque())
+    pickle = pickle_of_value(window)
+    try:
+        return globals_of_value(pickle)
+    except CheckpointError as error:
+        unsafe = _unsafe_globals(data, safe_globals)
+        if unsafe:  # which explains what else is odd about it
+            raise _not_allowed(", ".join(sorted(unsafe))) from error
+        raise
 
 
 def _explain(
@@ -138,15 +122,23 @@ def _explain(
     text = " ".join(str(error).split())
     if trusted or not isinstance(error, UnpicklingError):
         return FormatError(f"torch.load cannot read an item: {type(error).__name__}: {text}")
-    try:
-        unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
-    except Exception:  # the pickle is cut off before its end: torch's message must do
-        unsafe = set(re.findall(r"GLOBAL ([\w.]+)", text))
-    unsafe -= {_global_name(entry) for entry in safe_globals}
+    # A pickle may be cut off before its end: torch's message must do.
+    unsafe = _unsafe_globals(data, safe_globals) or set(re.findall(r"GLOBAL ([\w.]+)", text))
     refused = re.search(r"(Can only|Trying to|Only persistent).*", text)
     if not unsafe and refused is None:
         return FormatError(f"torch.load cannot read an item: {text}")
-    what = ", ".join(sorted(unsafe)) if unsafe else str(refused and refused[0])
+    return _not_allowed(", ".join(sorted(unsafe)) if unsafe else str(refused and refused[0]))
+
+
+def _unsafe_globals(data: bytes | memoryview, safe_globals: Sequence[object]) -> set[str]:
+    try:
+        unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:  # it is too malformed to tell
+        return set()
+    return unsafe - {_global_name(entry) for entry in (*safe_globals, *_HARMLESS)}
+
+
+def _not_allowed(what: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
         f"an item asks for {what}, which is not allowed; if you trust the file, name it in "
         "safe_globals, or set trusted: true, which lets the file run code"
@@ -162,6 +154,20 @@ def _global_name(entry: Any) -> str:
 def _type_name(value: object) -> str:
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+_KEYS = (str, bool, float, bytes, type(None))
+_KEY_BITS = 60  # integers beyond may have the hash of others
+_KEY_PARTS = 16
+_FEW_KEYS = 256
+
+
+def _is_plain_key(key: object, is_one_of_few: bool) -> bool:
+    kind = type(key)
+    if kind is tuple and is_one_of_few:
+        assert isinstance(key, tuple)
+        return len(key) <= _KEY_PARTS and all(_is_plain_key(part, False) for part in key)
+    return kind in _KEYS or (kind is int and isinstance(key, int) and key.bit_length() <= _KEY_BITS)
 
 
 def _is_plain(value: object) -> bool:
@@ -180,11 +186,13 @@ def _is_plain(value: object) -> bool:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if kind is dict or (kind is OrderedDict and not vars(item)):
+        if kind is list or kind is tuple:
             todo.extend(item)
-            todo.extend(item.values())
-        elif kind is list or kind is tuple or kind is set or kind is frozenset:
-            todo.extend(item)
+        elif kind in (set, frozenset, dict) or (kind is OrderedDict and not vars(item)):
+            if not all(_is_plain_key(key, len(item) <= _FEW_KEYS) for key in item):
+                return False
+            if kind is dict or kind is OrderedDict:
+                todo.extend(item.values())
         else:
             return False
     return True

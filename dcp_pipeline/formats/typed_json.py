@@ -14,10 +14,16 @@ import math
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from dcp_pipeline.core.errors import CheckpointError, FormatError, UnsupportedLeafError
+from dcp_pipeline.core.errors import (
+    CheckpointError,
+    FormatError,
+    UnsafeCheckpointError,
+    UnsupportedLeafError,
+)
+from dcp_pipeline.core.hashing import EqualHashes
 
 __all__ = ["canonical", "decode", "encode"]
 
@@ -50,6 +56,7 @@ def decode(data: bytes | bytearray | memoryview) -> object:
 
     Raises:
         FormatError: it is not typed JSON, or nested too deep.
+        UnsafeCheckpointError: keys of it were chosen to have one hash.
 
     Example:
         >>> decode(b'{"$tuple":[1,2.5]}')
@@ -112,6 +119,8 @@ class _Encoder:
                 raise UnsupportedLeafError("an OrderedDict with attributes")
             return {"$OrderedDict": self._pairs(value, depth)}
         if kind in (tuple, set, frozenset):
+            if kind is not tuple:
+                _check_hashes(value)
             items = [self.tree(item, depth + 1) for item in value]
             return {f"${kind.__name__}": items if kind is tuple else sorted(items, key=_dump)}
         return self._rare(value, depth)
@@ -125,6 +134,7 @@ class _Encoder:
         return {"$dict": self._pairs(value, depth)}
 
     def _pairs(self, value: dict[Any, Any], depth: int) -> list[object]:
+        _check_hashes(value)
         return [
             [self.tree(key, depth + 1), self.tree(item, depth + 1)] for key, item in value.items()
         ]
@@ -152,6 +162,13 @@ class _Encoder:
                 "builtins.", ""
             )
         )
+
+
+def _check_hashes(keys: Iterable[Any]) -> None:
+    try:
+        EqualHashes().add(keys)
+    except UnsafeCheckpointError as error:
+        raise UnsupportedLeafError(f"a value would not be read back: {error}") from error
 
 
 def _has_surrogates(text: str) -> bool:
@@ -264,6 +281,7 @@ def _pairs(body: object, depth: int) -> list[tuple[Any, Any]]:
 def _dict(kind: Callable[[list[tuple[Any, Any]]], Any]) -> Callable[[object, int], Any]:
     def read(body: object, depth: int) -> Any:
         pairs = _pairs(body, depth)
+        EqualHashes().add(key for key, _ in pairs)
         result = kind(pairs)
         if len(result) != len(pairs):
             raise FormatError("typed JSON names a key twice")
@@ -275,6 +293,7 @@ def _dict(kind: Callable[[list[tuple[Any, Any]]], Any]) -> Callable[[object, int
 def _set(kind: type) -> Callable[[object, int], Any]:
     def read(body: object, depth: int) -> Any:
         items = _items(body, depth)
+        EqualHashes().add(items)
         result = kind(items)
         if len(result) != len(items):
             raise FormatError("typed JSON names an item of a set twice")

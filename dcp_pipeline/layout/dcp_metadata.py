@@ -13,8 +13,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from dcp_pipeline.core.errors import CorruptCheckpointError, UnsafeCheckpointError
+from dcp_pipeline.core.hashing import EqualHashes
 from dcp_pipeline.core.manifest import FileEntry, Manifest, safe_name
-from dcp_pipeline.core.path import Component, Index, Path
+from dcp_pipeline.core.path import Component, Index, Path, check_paths
 from dcp_pipeline.core.table import ChunkTable, KeySpec, Kind
 from dcp_pipeline.layout.names import rank_metadata_name
 from dcp_pipeline.types.dcp import (
@@ -114,7 +115,14 @@ def manifest_of_ranks(metadata: Sequence[Metadata], file_sizes: Mapping[str, int
 def _path_of(path: Any, name: str) -> Path:
     if not isinstance(path, tuple) or not path:
         return (name,)
-    parts: list[Component] = [Index(p) if isinstance(p, int) else str(p) for p in path]
+    parts: list[Component] = []
+    for part in path:
+        if type(part) is not str and not (type(part) is int and 0 <= part < 1 << 62):
+            found = str(part)[:40] if type(part) is int else f"a {type(part).__name__}"
+            raise CorruptCheckpointError(
+                f"{name!r} lies at {found} of something, expected a name or a position in a list"
+            )
+        parts.append(Index(part) if isinstance(part, int) else str(part))
     return tuple(parts)
 
 
@@ -147,6 +155,7 @@ class _Reader:
             raise CorruptCheckpointError(f"{name} does not say where its items are stored")
         record = _Record(name, rank, metadata.storage_data)
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        EqualHashes().add(zip(self._key, self._offsets, self._sizes, strict=True))
         known = set(zip(self._key, self._offsets, self._sizes, strict=True))
         for key_name, stored in metadata.state_dict_metadata.items():
             spec = _spec_of(key_name, stored, _path_of(paths.get(key_name), key_name))
@@ -202,6 +211,7 @@ class _Reader:
 
     def manifest(self, world_size: int) -> Manifest:
         """Everything that was added."""
+        check_paths([spec.path for spec in self._specs])
         table = ChunkTable.build(self._specs, self._key, self._offsets, self._sizes)
         places = np.asarray(self._places, np.int64).reshape(-1, 3)
         table = replace(

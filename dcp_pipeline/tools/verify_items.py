@@ -5,11 +5,11 @@ Torch is imported for zip items alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_pipeline.core.checksum import crc32
-from dcp_pipeline.core.errors import CheckpointError, FormatError
+from dcp_pipeline.core.errors import CheckpointError, list_some
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.formats.safetensors import (
     StoredEntry,
@@ -178,13 +178,29 @@ def _check_zip(check: _Check, file: int, row: int, source: Source) -> None:
     offset, length = int(table.offset[row]), int(table.length[row])
     read = _reader(source, offset)
     if spec.dtype is None:
-        records = read_directory(Window(read, length), _MAX_RECORDS)
-        if not any(record.name.endswith("/data.pkl") for record in records):
-            raise FormatError("a zip without data.pkl")
+        _check_value(check, Window(read, length))
     else:
         _check_tensor(check, file, row, read)
     if check.manifest.is_foreign:
         _check_crcs(check, file, row, source)
+
+
+def _check_value(check: _Check, window: Window) -> None:
+    from dcp_pipeline.formats.value_guard import globals_of_value, pickle_of_value
+
+    config = check.manifest.config.get("serialization")
+    if isinstance(config, Mapping) and config.get("trusted"):
+        read_directory(window, _MAX_RECORDS)
+        check.findings.cannot_verify(
+            "what is in the values: they were saved with trusted=true, as pickles of any kind"
+        )
+        return
+    unknown = globals_of_value(pickle_of_value(window)).unknown
+    if unknown and check.manifest.is_foreign:
+        check.findings.cannot_verify(
+            f"whether values that name {list_some(sorted(unknown), 5)} can be unpickled: only what"
+            " serialization.safe_globals admits is, or anything with trusted=true"
+        )
 
 
 def _check_tensor(check: _Check, file: int, row: int, read: Callable[[int, int], bytes]) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from dcp_pipeline.core.errors import CheckpointError, MissingFileError
 from dcp_pipeline.core.manifest import Manifest, check_places
+from dcp_pipeline.core.path import contradictions
 from dcp_pipeline.core.tiling import tiling_problems
 from dcp_pipeline.layout import names
 from dcp_pipeline.storage.base import Directory
@@ -13,6 +14,8 @@ from dcp_pipeline.tools.verify_items import check_items
 from dcp_pipeline.tools.verify_report import Findings, KeyIndex
 
 __all__ = ["check_metadata", "verify_plain"]
+
+_MAX_PATHS = 20
 
 
 def verify_plain(directory: Directory, findings: Findings, threads: int) -> Manifest | None:
@@ -28,6 +31,8 @@ def verify_plain(directory: Directory, findings: Findings, threads: int) -> Mani
         findings.add(names.MANIFEST, lost)
     for text in tiling_problems(manifest.table, np.zeros(len(manifest.names), bool)):
         findings.add(names.METADATA, text, "chunks that cover every tensor once")
+    for text in contradictions(spec.path for spec in manifest.table.keys)[:_MAX_PATHS]:
+        findings.add(names.METADATA, text, "keys of one nested state")
     index = KeyIndex(manifest)
     table = manifest.table
     for number, entry in enumerate(manifest.files):

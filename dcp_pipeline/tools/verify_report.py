@@ -120,7 +120,7 @@ class Findings:
     def cannot_verify(self, text: str) -> None:
         """Note what there is nothing to compare with."""
         with self._lock:
-            if text not in self.not_verified:
+            if text not in self.not_verified and len(self.not_verified) < _MAX_PROBLEMS:
                 self.not_verified.append(text)
 
     def mark_damaged(self, file: int, begin: int, end: int) -> None:

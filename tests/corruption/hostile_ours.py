@@ -226,6 +226,24 @@ OURS["list_of_billions"] = _path("list.1", ["list", [10**9]])
 OURS["list_with_a_negative_place"] = _path("list.1", ["list", [-1]])
 
 
+@ours
+def path_of_another_key(path: Path) -> None:
+    edit(path, lambda members: members["keys"][2].update(path=members["keys"][0]["path"]))
+
+
+OURS["path_is_deep"] = _path("v", ["x"] * 100_000)
+
+
+@ours
+def paths_with_one_hash(path: Path) -> None:
+    def change(members: dict[str, Any]) -> None:
+        for number in range(20_000):
+            key = {"name": f"x{number}", "path": ["x", number * (2**61 - 1)], "dtype": "int8"}
+            members["keys"].append(key | {"shape": [0]})
+
+    edit(path, change)
+
+
 def _member(name: str, value: Any) -> Attack:
     return lambda path: edit(path, lambda members: members.update({name: value}))
 

@@ -155,6 +155,53 @@ for _label, _fields in {
     PLAIN[f"place_{_label}"] = _place(**_fields)
 
 
+def _lies(**paths: tuple[Any, ...]) -> Attack:
+    """Keys that are said to lie elsewhere in the nested state."""
+    names = {name.replace("_", "."): path for name, path in paths.items()}
+    return lambda path: _edit_blindly(path, lambda metadata: metadata.planner_data.update(names))
+
+
+PLAIN["path_before_a_list"] = _lies(list_1=("list", -1))
+PLAIN["path_of_billions"] = _lies(list_1=("list", 10**9))
+PLAIN["path_of_a_number"] = _lies(list_1=("list", 1.5))
+PLAIN["path_of_a_tuple"] = _lies(list_1=("list", ("x",)))
+PLAIN["path_of_another_key"] = _lies(settings_lr=("v",))
+PLAIN["path_inside_another_value"] = _lies(settings_lr=("v", "x"))
+PLAIN["path_of_a_name_in_a_list"] = _lies(settings_lr=("list", "x"))
+PLAIN["path_is_deep"] = _lies(settings_lr=("x",) * 100_000)
+
+
+def _pickled(pickled: Callable[[], bytes]) -> Attack:
+    """A value of any pickle."""
+    return lambda path: _replace_item(
+        path, "settings.lr", _zip(zipfile.ZIP_STORED, ("a/data.pkl", pickled()))
+    )
+
+
+def _long(number: int) -> bytes:
+    return b"\x8a\x10" + number.to_bytes(16, "little")
+
+
+PRIME = 2**61 - 1
+PLAIN["value_asks_for_a_buffer"] = _pickled(
+    lambda: b"\x80\x02cbuiltins\nbytearray\n" + _long(4 << 30) + b"\x85R."
+)
+PLAIN["value_asks_for_a_storage"] = _pickled(
+    lambda: b"\x80\x02ctorch.storage\nUntypedStorage\n" + _long(4 << 30) + b"\x85R."
+)
+PLAIN["value_of_keys_with_one_hash"] = _pickled(
+    lambda: b"\x80\x02}(" + b"".join(_long(n * PRIME) + b"N" for n in range(60_000)) + b"u."
+)
+PLAIN["value_that_ends_early"] = _pickled(lambda: b"\x80\x02](NN")
+PLAIN["value_that_is_no_pickle"] = _pickled(lambda: b"garbage")
+
+
+@plain
+def metadata_of_keys_with_one_hash(path: Path) -> None:
+    keys = b"".join(_long(n * PRIME) + b"N" for n in range(60_000))
+    (path / ".metadata").write_bytes(b"\x80\x04}(" + keys + b"u.")
+
+
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Attack:
     def change(metadata: Any) -> None:
         tensor = metadata.state_dict_metadata["v"]

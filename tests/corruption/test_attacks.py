@@ -23,7 +23,6 @@ HARMLESS = {
     ("safetensors", "header_is_empty"): ("right", None),
     # Bytes and structure are as they were written: what a pickle asks for is the load's to refuse.
     ("plain", "value_runs_code"): (None, "well"),
-    ("plain", "value_memoizes_far_away"): (None, "well"),
     # It may be a kind that is installed elsewhere.
     ("torch_save", "serialization_is_unknown"): (None, "well"),
 }
