@@ -8,9 +8,14 @@ import socket
 import sys
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Final
 
-__all__ = ["ProcessIdentity", "give_up", "is_given_up"]
+__all__ = ["ProcessIdentity", "forget", "give_up", "is_given_up"]
 
+MARK_BYTES: Final = 16 << 20
+"""More than a marker or a lock ever has; what is longer is not read."""
+
+_MAX_PID: Final = (1 << 31) - 1
 _GIVEN_UP: set[str] = set()
 
 
@@ -23,6 +28,11 @@ def give_up(mark: str) -> None:
         mark: what tells it from all others: a marker's name, a lock's text.
     """
     _GIVEN_UP.add(mark)
+
+
+def forget(mark: str) -> None:
+    """Note that a mark that was given up is not there any more."""
+    _GIVEN_UP.discard(mark)
 
 
 def is_given_up(mark: str) -> bool:
@@ -70,14 +80,16 @@ class ProcessIdentity:
         """The identity in a marker file, ``None`` where it holds none."""
         try:
             record = json.loads(data)
+            if type(record["pid"]) is not int or not 0 < record["pid"] <= _MAX_PID:
+                return None
             return cls(
                 host=str(record["host"]),
                 boot=str(record["boot"]),
                 namespace=str(record["namespace"]),
-                pid=int(record["pid"]),
+                pid=record["pid"],
                 started=str(record["started"]),
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def encode(self, **more: object) -> bytes:

@@ -6,13 +6,14 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import CheckpointError, CoordinationError, PeerFailedError
-from dcp_pipeline.core.liveness import ProcessIdentity, give_up
+from dcp_pipeline.core.liveness import ProcessIdentity, forget, give_up
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path
 from dcp_pipeline.pipelines.parts import Parts
@@ -102,11 +103,13 @@ class SaveJob:
 
     def abandon(self) -> None:
         """Remove what this rank has written for a save that failed; in doubt leave it."""
-        for name in self.written if self.may_delete else ():
-            # One that cannot be removed is no reason to leave the others.
-            _remove(self.directory, name)
-        if self.heartbeat is not None:
-            self.heartbeat.stop(remove=self.may_delete or self.is_tidy)
+        try:
+            for name in self.written if self.may_delete else ():
+                # One that cannot be removed is no reason to leave the others.
+                _remove(self.directory, name)
+        finally:
+            if self.heartbeat is not None:
+                self.heartbeat.stop(remove=self.may_delete or self.is_tidy)
 
     def finish(self) -> None:
         """Remove the marker of a save that is committed."""
@@ -116,6 +119,9 @@ class SaveJob:
 
 class Heartbeat:
     """The marker that says that a save is under way, renewed while it is.
+
+    Nothing is made before :meth:`start`, so that whoever stops it can hold it by then. Once nobody
+    holds it any more, it has stopped.
 
     Args:
         directory: where the checkpoint goes.
@@ -129,48 +135,53 @@ class Heartbeat:
     ) -> None:
         self._directory = directory
         self._name = name
+        self._stale_after = stale_after
+        self._replaces = sorted(replaces)
         self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        # An interrupt may come where nobody can stop it by hand.
+        self._finalizer = weakref.finalize(self, _let_go, self._stopped, name)
+        self._finalizer.atexit = False
+
+    def start(self) -> None:
+        """Write the marker and renew it from now on."""
         # A marker without content would say nothing of its owner, and outlive it for long.
-        owner = ProcessIdentity.current()
-        content = owner.encode(
-            started_at=time.time(), stale_after=stale_after, replaces=sorted(replaces)
+        content = ProcessIdentity.current().encode(
+            started_at=time.time(), stale_after=self._stale_after, replaces=self._replaces
         )
-        try:
-            directory.put_whole(name, content)
-            directory.sync()
-        except BaseException:
-            # It may be there all the same.
-            _remove_marker(directory, name)
-            raise
+        self._directory.put_whole(self._name, content)
+        self._directory.sync()
         self._thread = threading.Thread(
-            target=self._renew, args=(stale_after / 4,), name="dcp_pipeline heartbeat", daemon=True
+            target=_renew,
+            args=(self._directory, self._name, self._stale_after / 4, self._stopped),
+            name="dcp_pipeline heartbeat",
+            daemon=True,
         )
         self._thread.start()
 
-    def _renew(self, interval: float) -> None:
-        while not self._stopped.wait(interval):
-            try:
-                self._directory.renew(self._name)
-            except (CheckpointError, OSError) as error:
-                logger.warning("the marker %s could not be renewed: %s", self._name, error)
-
     def stop(self, remove: bool) -> None:
         """End the renewals; ``remove`` takes the marker away too."""
-        self._stopped.set()
-        self._thread.join()
-        if remove:
-            _remove_marker(self._directory, self._name)
-        else:
-            give_up(self._name)
+        # First of all, so that a marker that stays for any reason names nobody who is alive.
+        self._finalizer()
+        if self._thread is not None:
+            # It may have been interrupted while it was being started.
+            with contextlib.suppress(RuntimeError):
+                self._thread.join()
+        if remove and _remove(self._directory, self._name):
+            forget(self._name)
 
 
-def _remove_marker(directory: Directory, name: str) -> None:
-    is_gone = False
-    try:
-        is_gone = _remove(directory, name)
-    finally:
-        if not is_gone:
-            give_up(name)
+def _renew(directory: Directory, name: str, interval: float, stopped: threading.Event) -> None:
+    while not stopped.wait(interval):
+        try:
+            directory.renew(name)
+        except (CheckpointError, OSError) as error:
+            logger.warning("the marker %s could not be renewed: %s", name, error)
+
+
+def _let_go(stopped: threading.Event, name: str) -> None:
+    give_up(name)
+    stopped.set()
 
 
 def _remove(directory: Directory, name: str) -> bool:

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["FileChanges"]
+__all__ = ["FileChanges", "close_noted", "open_noted"]
 
 _IOV_MAX = 1024
 
@@ -25,6 +25,17 @@ def _load_fallocate() -> ctypes._NamedFuncPointer | None:
     function = ctypes.CDLL(None, use_errno=True).fallocate
     function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return function
+
+
+def open_noted(opened: list[int], path: str, flags: int, mode: int = 0o777) -> None:
+    """As ``os.open``, and appends the descriptor: it is never open without being noted."""
+    # No byte code runs between the system call and the note, so no interrupt comes there.
+    opened.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,)))
+
+
+def close_noted(opened: list[int]) -> None:
+    """Close what is noted, which is then not noted any more."""
+    any(map(os.close, map(opened.pop, (-1,) * len(opened))))
 
 
 class FileChanges:
@@ -55,7 +66,13 @@ class FileChanges:
 
     def create(self, path: str, flags: int = 0) -> int:
         """A file descriptor of a new file; ``FileExistsError`` if the name is taken."""
-        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | flags, 0o644)
+        opened: list[int] = []
+        try:
+            open_noted(opened, path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags, 0o644)
+        except BaseException:
+            close_noted(opened)
+            raise
+        return opened[0]
 
     def reserve(self, descriptor: int, size: int) -> bool:
         """Reserve room for ``size`` bytes; whether the file system can do so at all."""
@@ -139,12 +156,13 @@ class FileChanges:
 
     def sync_directory(self, path: str) -> None:
         """Make the entries of a directory durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened: list[int] = []
         try:
-            os.fsync(descriptor)
+            open_noted(opened, path, os.O_RDONLY | os.O_DIRECTORY)
+            os.fsync(opened[0])
         except OSError as error:
             # Some file systems cannot sync a directory and do not need to.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            if not opened or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
                 raise
         finally:
-            os.close(descriptor)
+            close_noted(opened)

@@ -11,17 +11,20 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
-from dcp_pipeline.core.errors import ConcurrentSaveError
-from dcp_pipeline.core.liveness import ProcessIdentity, give_up, is_given_up
-from dcp_pipeline.storage.changes import FileChanges
+from dcp_pipeline.core.errors import ConcurrentSaveError, StorageError
+from dcp_pipeline.core.liveness import ProcessIdentity, forget, give_up, is_given_up
+from dcp_pipeline.storage.changes import FileChanges, close_noted, open_noted
 
 __all__ = ["LOCK", "CommitLock"]
 
 LOCK = ".committing.lock"
 _TIMEOUT = 30.0
+_MAX_BYTES = 64 << 10
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 logger = logging.getLogger("dcp_pipeline")
@@ -62,10 +65,15 @@ class CommitLock:
             ConcurrentSaveError: another process holds it for long.
             OSError: it cannot be made.
         """
+        # An interrupt may come where nobody can release it by hand.
+        let_go = weakref.finalize(self, give_up, self.text.decode())
+        let_go.atexit = False
         self._wait()
         try:
             yield
         finally:
+            # First of all, so that one that stays for any reason is nobody's who is alive.
+            let_go()
             self._release()
 
     def check(self) -> None:
@@ -83,11 +91,29 @@ class CommitLock:
 
     def is_alive(self) -> bool:
         """Whether the owner of the lock may still be there; ``FileNotFoundError`` without one."""
-        age = time.time() - os.lstat(self._path).st_mtime
+        status = os.lstat(self._path)
+        if stat.S_ISDIR(status.st_mode):
+            return True  # nobody's who saves, and not ours to remove
         text = _text_of(self._path)
         holder = ProcessIdentity.parse(text)
         is_gone = is_given_up(os.fsdecode(text)) or (holder is not None and holder.is_gone())
-        return not is_gone and age < self._stale_after
+        return not is_gone and time.time() - status.st_mtime < self._stale_after
+
+    def description(self) -> str:
+        """What is there under the lock's name; ``FileNotFoundError`` where nothing is."""
+        status = os.lstat(self._path)
+        if stat.S_ISDIR(status.st_mode):
+            return "it is a directory, which no save makes: remove it by hand"
+        text = _text_of(self._path)
+        holder, age = ProcessIdentity.parse(text), time.time() - status.st_mtime
+        if holder is not None:
+            return f"process {holder.pid} on {holder.host} has held it for {age:.0f} s"
+        is_file = stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
+        what = f"{len(text)} bytes" if is_file else "a pipe or a device"
+        return (
+            f"it is {what} that do not say whose it is, {age:.0f} s old; it is removed once it is"
+            f" {self._stale_after:.0f} s old (storage.stale_after_seconds)"
+        )
 
     def _wait(self) -> None:
         deadline = time.monotonic() + _TIMEOUT
@@ -97,14 +123,27 @@ class CommitLock:
             except FileExistsError:
                 if self._break():
                     continue
+                if os.path.isdir(self._path) and not os.path.islink(self._path):
+                    raise StorageError(
+                        f"{self._path} is a directory, where a save makes its lock: remove it",
+                        self._path,
+                        errno.EISDIR,
+                    ) from None
                 if time.monotonic() > deadline:
                     raise ConcurrentSaveError(
                         f"another save is committing into {self._directory}: {self._path} is held"
+                        + self._by_whom()
                     ) from None
                 time.sleep(0.05)
-            except OSError:
+            except BaseException:
+                # It may have been taken all the same.
                 self._give_back()
                 raise
+
+    def _by_whom(self) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return f": {self.description()}"
+        return ""
 
     def _take(self) -> None:
         # A link appears together with its text: a process that is killed here never leaves a lock
@@ -131,11 +170,9 @@ class CommitLock:
                     self._changes.remove(self._path)
         except OSError as error:
             # What was done under it is done; whoever comes next breaks it.
-            give_up(self.text.decode())
             logger.warning("%s could not be removed: %s", self._path, error)
-        except BaseException:
-            give_up(self.text.decode())
-            raise
+            return
+        forget(self.text.decode())
 
     def _break(self) -> bool:
         """Remove the lock of a process that is gone; whether it is worth trying again at once."""
@@ -163,10 +200,11 @@ class CommitLock:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
         """Keep other processes from breaking the lock; whether that is so, or cannot be had."""
-        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened: list[int] = []
         try:
+            open_noted(opened, self._directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(opened[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield False
                 return
@@ -174,7 +212,7 @@ class CommitLock:
                 pass  # no such locks on this file system
             yield True
         finally:
-            os.close(descriptor)
+            close_noted(opened)
 
 
 def _text_of(path: str) -> bytes:
@@ -183,5 +221,10 @@ def _text_of(path: str) -> bytes:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    with open(path, "rb") as file:
-        return file.read()
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        return b""  # a pipe, whose opening would wait for somebody, or a device
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.read(descriptor, _MAX_BYTES)
+    finally:
+        os.close(descriptor)

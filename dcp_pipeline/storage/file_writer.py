@@ -61,8 +61,9 @@ def stream_to_file(
     sync: bool,
 ) -> None:
     """Write a new file of ``size`` bytes; see :meth:`Directory.write`."""
-    descriptor = _create(changes, path, direct and size >= ALIGNMENT)
+    descriptor = -1
     try:
+        descriptor = _create(changes, path, direct and size >= ALIGNMENT)
         if reserve and not changes.reserve(descriptor, size):
             _check_room(path, size)
         written = _stream(changes, descriptor, segments, observe, buffer)
@@ -73,7 +74,8 @@ def stream_to_file(
         if sync:
             changes.sync(descriptor)
     except BaseException:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
         raise
     changes.close(descriptor)
 

@@ -20,7 +20,7 @@ from dcp_pipeline.core.errors import (
 )
 from dcp_pipeline.core.manifest import safe_name
 from dcp_pipeline.storage.base import Directory, Observer, Segments, Source, Storage
-from dcp_pipeline.storage.changes import FileChanges
+from dcp_pipeline.storage.changes import FileChanges, close_noted, open_noted
 from dcp_pipeline.storage.commit_lock import LOCK, CommitLock
 from dcp_pipeline.storage.file_source import FileSource
 from dcp_pipeline.storage.file_writer import BufferPool, stream_to_file
@@ -28,6 +28,7 @@ from dcp_pipeline.storage.file_writer import BufferPool, stream_to_file
 __all__ = ["FileSystemStorage", "local_path"]
 
 _ATTEMPTS = 2
+_SMALL_BYTES = 1 << 20
 # Opening a pipe would wait for somebody to write into it.
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -128,9 +129,14 @@ class FileSystemDirectory(Directory):
 
     def names(self) -> list[str]:
         try:
-            return sorted(os.listdir(self.location))
-        except (FileNotFoundError, NotADirectoryError):
+            with self._system_errors(self.location):
+                return sorted(os.listdir(self.location))
+        except MissingFileError:
             return []
+        except StorageError as error:
+            if error.errno == errno.ENOTDIR:
+                return []
+            raise
 
     def exists(self, name: str) -> bool:
         return os.path.lexists(self._path(name))
@@ -139,9 +145,16 @@ class FileSystemDirectory(Directory):
         with self._open(name) as source:
             begin = max(source.size + start, 0) if start < 0 else min(start, source.size)
             count = source.size - begin if limit is None else min(limit, source.size - begin)
-            data = bytearray(count)
-            source.read_into(begin, memoryview(data))
-        return bytes(data)
+            if count > _SMALL_BYTES:
+                source.check_dense()
+            try:
+                data = bytearray(count)
+                source.read_into(begin, memoryview(data))
+                return bytes(data)
+            except MemoryError:
+                raise UnsafeCheckpointError(
+                    f"{self._path(name)} has {source.size} bytes, more than there is memory for"
+                ) from None
 
     def size(self, name: str) -> int:
         with self._system_errors(self._path(name)):
@@ -152,28 +165,37 @@ class FileSystemDirectory(Directory):
 
     def _open(self, name: str) -> FileSource:
         path = self._path(name)
-        with self._system_errors(path):
-            try:
-                descriptor = os.open(path, _READ_ONLY)
-            except OSError as error:
-                if error.errno == errno.ESTALE:
-                    descriptor = os.open(path, _READ_ONLY)
-                elif error.errno == errno.ELOOP:
-                    descriptor = self._open_link(path)
-                else:
-                    raise
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise UnsafeCheckpointError(f"{path} is no file but a directory, a pipe or a device")
-        return FileSource(self.location, name, descriptor)
+        opened: list[int] = []
+        try:
+            with self._system_errors(path):
+                self._open_into(opened, path)
+            if not stat.S_ISREG(os.fstat(opened[0]).st_mode):
+                raise UnsafeCheckpointError(
+                    f"{path} is no file but a directory, a pipe or a device"
+                )
+            return FileSource(self.location, name, opened)
+        except BaseException:
+            close_noted(opened)
+            raise
 
-    def _open_link(self, path: str) -> int:
+    def _open_into(self, opened: list[int], path: str) -> None:
+        try:
+            open_noted(opened, path, _READ_ONLY)
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                open_noted(opened, path, _READ_ONLY)
+            elif error.errno == errno.ELOOP:
+                open_noted(opened, self._target_of(path), _READ_ONLY)
+            else:
+                raise
+
+    def _target_of(self, path: str) -> str:
         target, root = os.path.realpath(path), os.path.realpath(self.location)
         if os.path.commonpath([target, root]) != root:
             raise UnsafeCheckpointError(
                 f"{path} is a link that leads out of the checkpoint: {target}"
             )
-        return os.open(target, _READ_ONLY)
+        return target
 
     def write(
         self, name: str, size: int, segments: Segments, observe: Observer, block_bytes: int
@@ -211,13 +233,15 @@ class FileSystemDirectory(Directory):
         self._replace(name, data)
 
     def _write_small(self, path: str, data: bytes) -> None:
-        descriptor = self._changes.create(path)
+        descriptor = -1
         try:
+            descriptor = self._changes.create(path)
             self._changes.write(descriptor, [memoryview(data)], 0)
             if self._storage.sync_files:
                 self._changes.sync(descriptor)
         except BaseException:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
             raise
         self._changes.close(descriptor)
 
@@ -277,6 +301,13 @@ class FileSystemDirectory(Directory):
                 return []
         return [name for name in found if name == LOCK or _stem(name) in stems]
 
+    def held_lock(self) -> str | None:
+        """Whose lock is there, or what is there instead, where it is not to be removed."""
+        with contextlib.suppress(FileNotFoundError), self._system_errors(self._path(LOCK)):
+            if self._lock().is_alive():
+                return self._lock().description()
+        return None
+
     def remove_stale_helpers(self, names: Sequence[str]) -> None:
         """Remove what :meth:`stale_helpers` lists, under the lock.
 
@@ -308,13 +339,17 @@ class FileSystemDirectory(Directory):
         return CommitLock(self._changes, self.location, stale_after, self._write_small)
 
     def delete(self, names: Iterable[str]) -> None:
+        failed: StorageError | None = None
         for name in names:
-            path = self._path(name)
-            with self._system_errors(path):
-                try:
-                    self._changes.remove(path)
-                except FileNotFoundError:
-                    continue
+            try:
+                with self._system_errors(self._path(name)):
+                    self._changes.remove(self._path(name))
+            except MissingFileError:
+                continue
+            except StorageError as error:
+                failed = failed or error  # which is no reason to leave the others
+        if failed is not None:
+            raise failed
 
     def remove_if_empty(self) -> None:
         with self._system_errors(self.location):

@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import Pool
+from tests.faults_running.interrupt_lines import (
+    interrupt_loads_at_lines,
+    interrupt_saves_at_lines,
+)
 from tests.faults_running.interrupts import (
     interrupt_commits,
     interrupt_loads,
@@ -40,3 +44,17 @@ def test_one_of_two_ranks_at_some_changes(ranks: Pool, memory_path: Path, rank: 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_of_two_ranks_at_every_change(ranks: Pool, memory_path: Path, rank: int) -> None:
     assert ranks(2).run(interrupt_commits, memory_path, rank, 1, seconds=280.0) == [[], []]
+
+
+def test_a_save_between_some_lines_leaves_nothing(memory_path: Path) -> None:
+    assert interrupt_saves_at_lines(memory_path, 23) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(6))
+def test_a_save_between_any_two_lines_leaves_nothing(memory_path: Path, first: int) -> None:
+    assert interrupt_saves_at_lines(memory_path, 6, first) == []
+
+
+def test_a_load_between_any_two_lines_leaves_nothing(memory_path: Path) -> None:
+    assert interrupt_loads_at_lines(memory_path, 1) == []

@@ -124,19 +124,17 @@ def start_save(
     inherited = replaced_by_killed(directory, job.parts.storage.stale_after)
     replaced = inherited.union(layout.replaced_names(directory))
     job.plan = CoordinatorPlan(plan, empty, record, superseded, replaced)
-    job.heartbeat = _heartbeat(job, layout.marker_name(save_id), replaced)
     job.save_id = save_id
-
-
-def _heartbeat(job: SaveJob, name: str, replaces: frozenset[str]) -> Heartbeat:
-    directory, stale_after = job.directory, job.parts.storage.stale_after
+    stale_after = job.parts.storage.stale_after
+    # Noted before there is anything, so that it is stopped wherever this is interrupted.
+    job.heartbeat = Heartbeat(directory, layout.marker_name(save_id), stale_after, replaced)
     directory.prepare()
     try:
-        return Heartbeat(directory, name, stale_after, replaces)
+        job.heartbeat.start()
     except MissingFileError:
         # The directory was empty until now, and `prune` has removed it.
         directory.prepare()
-        return Heartbeat(directory, name, stale_after, replaces)
+        job.heartbeat.start()
 
 
 def _renamed(plan: GlobalPlan, keys: Column) -> dict[str, str]:
