@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from dcp_pipeline.core.errors import CheckpointError
+from dcp_pipeline.core.liveness import MARK_BYTES
 from dcp_pipeline.layout.names import is_plain_dcp_data, marker_save_id
 from dcp_pipeline.layout.record import is_live_marker
 from dcp_pipeline.storage.base import Directory
@@ -23,7 +24,7 @@ def replaced_by_killed(directory: Directory, stale_after: float) -> frozenset[st
         if marker_save_id(name) is None or is_live_marker(directory, name, stale_after):
             continue
         try:
-            replaced = json.loads(directory.read(name))["replaces"]
+            replaced = json.loads(directory.read(name, 0, MARK_BYTES))["replaces"]
         except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if isinstance(replaced, list):

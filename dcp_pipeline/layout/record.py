@@ -8,7 +8,7 @@ from typing import Final
 
 from dcp_pipeline.core.checksum import digest_of
 from dcp_pipeline.core.errors import CheckpointError, MissingFileError
-from dcp_pipeline.core.liveness import ProcessIdentity, is_given_up
+from dcp_pipeline.core.liveness import MARK_BYTES, ProcessIdentity, is_given_up
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout.names import MANIFEST, METADATA, marker_save_id, save_of
 from dcp_pipeline.storage.base import Directory
@@ -51,7 +51,7 @@ def is_live_marker(directory: Directory, name: str, stale_after: float) -> bool:
     if marker_save_id(name) is None or is_given_up(name):
         return False
     try:
-        content = directory.read(name)
+        content = directory.read(name, 0, MARK_BYTES)
         age = directory.age(name)
     except CheckpointError:
         return False

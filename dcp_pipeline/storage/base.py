@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Self
 
 __all__ = ["Directory", "Observer", "Segments", "Source", "Storage"]
 
@@ -44,7 +45,7 @@ class Source(ABC):
     def close(self) -> None:
         """Give the file back."""
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

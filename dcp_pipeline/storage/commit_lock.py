@@ -109,10 +109,10 @@ class CommitLock:
         if holder is not None:
             return f"process {holder.pid} on {holder.host} has held it for {age:.0f} s"
         is_file = stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
-        what = f"{len(text)} bytes" if is_file else "a pipe or a device"
+        what = f"a file of {len(text)} bytes" if is_file else "a pipe or a device"
         return (
-            f"it is {what} that do not say whose it is, {age:.0f} s old; it is removed once it is"
-            f" {self._stale_after:.0f} s old (storage.stale_after_seconds)"
+            f"it is {what}, which does not say whose it is, {age:.0f} s old; it is removed"
+            f" once it is {self._stale_after:.0f} s old (storage.stale_after_seconds)"
         )
 
     def _wait(self) -> None:

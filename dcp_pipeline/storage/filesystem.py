@@ -287,7 +287,11 @@ class FileSystemDirectory(Directory):
     def _remove_temporaries(self, names: Iterable[str]) -> None:
         """What a process has left that was killed while it replaced a file or broke a lock."""
         stems = {f".{name.lstrip('.')}" for name in names}
-        self.delete(found for found in self.names() if _stem(found) in stems)
+        self.delete(filter(partial(self._is_temporary, stems), self.names()))
+
+    def _is_temporary(self, stems: set[str], name: str) -> bool:
+        path = self._path(name)
+        return _stem(name) in stems and (os.path.islink(path) or not os.path.isdir(path))
 
     def stale_helpers(self, names: Sequence[str]) -> list[str]:
         """What a process has left that was killed while it replaced a file of ``names``.
@@ -299,7 +303,7 @@ class FileSystemDirectory(Directory):
         with contextlib.suppress(FileNotFoundError):
             if LOCK in found and self._lock().is_alive():
                 return []
-        return [name for name in found if name == LOCK or _stem(name) in stems]
+        return [name for name in found if name == LOCK or self._is_temporary(stems, name)]
 
     def held_lock(self) -> str | None:
         """Whose lock is there, or what is there instead, where it is not to be removed."""

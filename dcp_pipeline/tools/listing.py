@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass
 
-from dcp_pipeline.core.errors import CheckpointError, StorageError
+from dcp_pipeline.core.errors import CheckpointError, CheckpointNotFoundError
 from dcp_pipeline.layout import names
 from dcp_pipeline.manager.steps import PINNED, step_of
 from dcp_pipeline.storage.base import Directory
@@ -98,11 +98,15 @@ def _below(parent: Directory, name: str) -> CheckpointInfo | None:
     directory = FileSystemStorage().open(path)
     try:
         found = look(directory)
-    except StorageError as error:
+        return _describe(directory, found, name) if found.is_checkpoint else None
+    except CheckpointNotFoundError:
+        return None  # it has gone since it was listed
+    except (CheckpointError, OSError, MemoryError, RecursionError) as error:
+        # One that cannot be looked into does not hide the others.
+        problem = str(error) or type(error).__name__
         return CheckpointInfo(
-            name, path, State.DAMAGED, False, step_of(name), None, 0.0, 0, None, str(error)
+            name, path, State.DAMAGED, False, step_of(name), None, 0.0, 0, None, problem
         )
-    return _describe(directory, found, name) if found.is_checkpoint else None
 
 
 def _describe(directory: Directory, found: Found, name: str) -> CheckpointInfo:

@@ -10,14 +10,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dcp_pipeline.core.errors import CheckpointError, MissingFileError
-from dcp_pipeline.core.liveness import ProcessIdentity
+from dcp_pipeline.core.errors import CheckpointError, MissingFileError, StorageError
+from dcp_pipeline.core.liveness import MARK_BYTES, ProcessIdentity
 from dcp_pipeline.layout import names
 from dcp_pipeline.layout.record import dead_names, is_live_marker
 from dcp_pipeline.manager.claim import RUN
 from dcp_pipeline.manager.steps import step_of
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.storage.changes import FileChanges
+from dcp_pipeline.storage.commit_lock import LOCK
 from dcp_pipeline.storage.filesystem import FileSystemDirectory, FileSystemStorage
 from dcp_pipeline.tools.needed import is_own_metadata, needed_names
 from dcp_pipeline.tools.opening import look, open_directory
@@ -25,6 +26,7 @@ from dcp_pipeline.tools.opening import look, open_directory
 __all__ = ["Leftover", "PruneReport", "prune"]
 
 _REMOVED = re.compile(r"\.removed-step-(0|[1-9]\d*)-[0-9a-f]{8}")
+_ATTEMPTS = 5
 _NEW_SECONDS = 60.0
 _DEAD = "left by a save that never finished"
 
@@ -138,11 +140,22 @@ class _Pruner:
                 self._checkpoint(self.storage.open(path))
 
     def _checkpoint(self, directory: FileSystemDirectory) -> None:
-        try:
-            self._prune_directory(directory)
-        except (CheckpointError, OSError) as error:
-            if os.path.isdir(directory.location):  # else another prune was quicker
-                self.failed.append(f"{directory.location}: {error}")
+        for attempt in range(_ATTEMPTS):
+            kept, removed = len(self.kept), len(self.removed)
+            try:
+                self._prune_directory(directory)
+                return
+            except MissingFileError as error:
+                # A save has replaced it between two looks, or another prune was quicker.
+                del self.kept[kept:]
+                if self.is_dry_run:
+                    del self.removed[removed:]
+                if attempt == _ATTEMPTS - 1 and os.path.isdir(directory.location):
+                    self.failed.append(f"{directory.location}: {error}")
+            except (CheckpointError, OSError, MemoryError, RecursionError) as error:
+                if os.path.isdir(directory.location):
+                    self.failed.append(f"{directory.location}: {error or type(error).__name__}")
+                return
 
     def _prune_directory(self, directory: FileSystemDirectory) -> None:
         stale_after = self.storage.stale_after
@@ -150,6 +163,8 @@ class _Pruner:
         self._say_who_is_alive(directory, before.names)
         try:
             dead = dead_names(directory, lambda: needed_names(directory), stale_after)
+        except MissingFileError:
+            raise
         except CheckpointError as error:
             if any(map(names.save_of, before.names)):
                 why = f"it cannot be told what the checkpoint needs: {error}"
@@ -171,7 +186,7 @@ class _Pruner:
             if not is_live_marker(directory, name, self.storage.stale_after):
                 continue
             try:
-                owner = ProcessIdentity.parse(directory.read(name))
+                owner = ProcessIdentity.parse(directory.read(name, 0, MARK_BYTES))
                 age = directory.age(name)
             except CheckpointError:
                 continue
@@ -203,7 +218,7 @@ class _Pruner:
         """The mark of a run in its root, where that run is gone."""
         path = os.path.join(directory.location, RUN)
         try:
-            mark, age = directory.read(RUN), directory.age(RUN)
+            mark, age = directory.read(RUN, 0, MARK_BYTES), directory.age(RUN)
         except MissingFileError:
             return
         except CheckpointError as error:
@@ -229,6 +244,8 @@ class _Pruner:
         try:
             status = os.lstat(path)
             if stat.S_ISDIR(status.st_mode):
+                why_not = "it is a directory, which no save makes: remove it by hand"
+                self.kept.append(Leftover(path, 0, why_not))
                 return False
             if not self.is_dry_run:
                 self._make_durable(directory)
@@ -244,6 +261,9 @@ class _Pruner:
     def _helpers(self, directory: FileSystemDirectory) -> set[str]:
         """The lock and the temporary files of a process that was killed while it committed."""
         records = (names.MANIFEST, names.METADATA)
+        lock = directory.held_lock()
+        if lock is not None:
+            self.kept.append(Leftover(os.path.join(directory.location, LOCK), 0, lock))
         found = directory.stale_helpers(records)
         if found and not self.is_dry_run:
             directory.remove_stale_helpers(records)
@@ -291,10 +311,15 @@ def _is_new_text(directory: Directory, name: str) -> bool:
     if not name.endswith(".tmp"):
         return False
     try:
-        owner = ProcessIdentity.parse(directory.read(name))
+        owner = ProcessIdentity.parse(directory.read(name, 0, MARK_BYTES))
         return not (owner is not None and owner.is_gone()) and directory.age(name) < _NEW_SECONDS
     except MissingFileError:
         return True
+    except CheckpointError as error:
+        # No save makes a pipe, a folder, or what cannot be read as what it is.
+        if isinstance(error, StorageError) and error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def _tree_bytes(path: str) -> int:

@@ -97,7 +97,7 @@ def verify_all(
 def _has_checkpoint(path: str) -> bool:
     try:
         return look(FileSystemStorage().open(path)).is_checkpoint
-    except CheckpointError:
+    except (CheckpointError, OSError, MemoryError, RecursionError):
         return True
 
 
@@ -108,8 +108,9 @@ def _verify_place(path: str, threads: int, progress: Progress | None) -> VerifyR
     except CheckpointNotFoundError as error:
         findings.note(str(error))
         return findings.report(path, "not committed", None)
-    except CheckpointError as error:
-        findings.add("", error)
+    except (CheckpointError, OSError, MemoryError, RecursionError) as error:
+        # One that cannot be looked into does not hide the others.
+        findings.add("", str(error) or type(error).__name__)
         return findings.report(path, "unreadable", None)
 
 

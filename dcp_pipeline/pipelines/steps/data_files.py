@@ -82,7 +82,7 @@ class DataFiles:
         entry = self._sums_entries.get(name)
         if entry is None:
             raise CorruptCheckpointError(f"the manifest does not list {name}")
-        data = self._directory.read(name)
+        data = self._directory.read(name, 0, entry.size + 1)
         assert self._manifest.checksum is not None
         if len(data) != entry.size or sums_digest(self._manifest.checksum, data) != entry.digest:
             raise ChecksumError(
