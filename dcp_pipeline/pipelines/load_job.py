@@ -36,7 +36,7 @@ class Rollback:
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
-        self._overwritten = 0
+        self._overwritten: dict[str, None] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._expanded: list[Expanded] = []
         self._old_values: dict[Path, Any] = {}
@@ -46,16 +46,16 @@ class Rollback:
         self.containers = Undo()
 
     @property
-    def keeper(self) -> Callable[[torch.Tensor], None] | None:
+    def keeper(self) -> Callable[[str, torch.Tensor], None] | None:
         """:meth:`keep`, or ``None`` where nothing is undone."""
         return None if self._mode == "none" else self.keep
 
-    def keep(self, tensor: torch.Tensor) -> None:
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor that is about to be overwritten. Called from several threads."""
         if self._mode == "copy":
             self._copies.append((tensor, tensor.detach().clone()))
         elif self._mode == "verify_first":
-            self._overwritten += 1
+            self._overwritten[name] = None
 
     def keep_values(self, flat: FlatState) -> None:
         """Copy the Python values that ``Stateful`` objects gave, which they may share."""
@@ -105,7 +105,10 @@ class Rollback:
         for name, step in reversed(self._local):
             _try(step, name, failed)
         if self._overwritten:
-            failed.append("tensors, which rollback=verify_first keeps no copies of")
+            failed.append(
+                "tensors, which rollback=verify_first keeps no copies of"
+                f" ({list_some(self._overwritten)})"
+            )
         with torch.no_grad():
             for tensor, old in reversed(self._copies):
                 _try(partial(tensor.copy_, old), "a tensor", failed)
@@ -122,7 +125,7 @@ class Rollback:
         self._expanded.clear()
         self._local.clear()
         self._last.clear()
-        self._overwritten = 0
+        self._overwritten.clear()
         if failed:
             raise RollbackFailedError(
                 f"the load failed and could not be undone; left changed: {list_some(failed)}"

@@ -118,5 +118,5 @@ def _take(target: ValueTarget, value: Any, assignments: dict[Path, Any], job: Lo
             f"{target.name!r} holds {part.dtype} {list(part.shape)} at {target.inside}, wanted is"
             f" {target.target.dtype} {list(target.target.shape)}"
         )
-    job.rollback.keep(target.target)
+    job.rollback.keep(target.name, target.target)
     target.target.detach().copy_(part)

@@ -112,9 +112,9 @@ def _all_reads(
     files: DataFiles,
     match: Match,
     plan: ReadPlan,
-    keep: Callable[[Any], None] | None,
+    keep: Callable[[str, Any], None] | None,
 ) -> Iterator[tuple[int, Read]]:
-    """``(file, read)`` for all targets; ``keep`` sees memory before it is overwritten."""
+    """``(file, read)`` for all targets; ``keep`` sees names and memory before it is overwritten."""
     located = locate_items(manifest, match, files.source)
     table = located.table
     starts = np.searchsorted(table.key, np.arange(len(table.keys) + 1))

@@ -68,14 +68,14 @@ class Destination:
         view: tensor of the box's shape.
         on_cast: called with the number of elements that did not fit, where ``view`` is of another
             dtype; ``None`` where it is of the same.
-        keep: called with memory before it is overwritten.
+        keep: called with the name and the memory before that is overwritten.
     """
 
     name: str
     dtype: torch.dtype
     view: torch.Tensor
     on_cast: Callable[[int], None] | None = None
-    keep: Callable[[torch.Tensor], None] | None = None
+    keep: Callable[[str, torch.Tensor], None] | None = None
 
     def read_direct(self, offset: int, length: int) -> Read:
         """A range of a file that goes straight into the memory."""
@@ -86,7 +86,7 @@ class Destination:
         return Read(offset, length, self.name, deliver=deliver, before=self._before())
 
     def _before(self) -> Callable[[], None] | None:
-        return None if self.keep is None else partial(self.keep, self.view)
+        return None if self.keep is None else partial(self.keep, self.name, self.view)
 
     def narrow(self, dimension: int, start: int, count: int) -> Destination:
         """A part of it."""
@@ -109,12 +109,12 @@ def box_reads(
     rows: range,
     target: TensorTarget,
     casts: CastCounts,
-    keep: Callable[[torch.Tensor], None] | None = None,
+    keep: Callable[[str, torch.Tensor], None] | None = None,
 ) -> Iterator[tuple[int, Read]]:
     """``(file, read)`` for everything that the pieces of a target need of the chunks ``rows``.
 
     Args:
-        keep: called with memory before it is overwritten.
+        keep: called with the name and the memory before that is overwritten.
 
     Raises:
         CorruptCheckpointError: the chunks do not cover a piece.
