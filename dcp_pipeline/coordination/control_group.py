@@ -147,6 +147,8 @@ class _Arrivals:
         return f"{ranks} did not come {within}, having failed before, or never called it"
 
     def _has_come(self, rank: int) -> bool:
+        if self._store.does_not_answer:
+            return False
         key = str(rank)
         number = self._store.ask(
             lambda store: store.get(key) if store.check([key]) else b"0", _ASK_SECONDS

@@ -132,6 +132,9 @@ class _AtRecord(FaultyChanges):
 def _strike(how: str, pid: int) -> None:
     sent = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}[how]
     os.kill(pid, sent)
+    if pid == os.getpid() and how != "interrupt":
+        # Another thread may take the signal, and this one run on for a moment.
+        time.sleep(60)
     while how == "kill" and pid != os.getpid() and _is_running(pid):
         time.sleep(0.001)
 
