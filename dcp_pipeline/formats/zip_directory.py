@@ -123,11 +123,13 @@ def _end_record(window: Window) -> tuple[int, int, int, int]:
     if magic != b"PK\x05\x06" or comment:
         raise FormatError("not a zip, or truncated: no end record in the last 22 bytes")
     if at >= _LOCATOR.size:
-        magic, _, at64, _ = _LOCATOR.unpack(window.take(at - _LOCATOR.size, _LOCATOR.size))
+        magic, disk64, at64, disks = _LOCATOR.unpack(window.take(at - _LOCATOR.size, _LOCATOR.size))
         if magic == b"PK\x06\x07":  # torch writes the 64-bit record always
             magic, record, _, _, disk, first, here, count, size, start = _END64.unpack(
                 window.take(at64, _END64.size)
             )
+            if disk64 or disks != 1:
+                raise FormatError("a zip of several parts")
             if magic != b"PK\x06\x06" or at64 + 12 + record != at - _LOCATOR.size:
                 raise FormatError("a zip's 64-bit end record is malformed")
             at = at64

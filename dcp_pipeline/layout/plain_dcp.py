@@ -7,9 +7,16 @@ together, and make a checkpoint where no rank's is lacking.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import numpy as np
 
-from dcp_pipeline.core.errors import CorruptCheckpointError, IncompleteCheckpointError, list_some
+from dcp_pipeline.core.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    MissingFileError,
+    list_some,
+)
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.tiling import tiling_problems
 from dcp_pipeline.formats.metadata_pickle import read_metadata
@@ -17,7 +24,32 @@ from dcp_pipeline.layout import names
 from dcp_pipeline.layout.dcp_metadata import manifest_of, manifest_of_ranks
 from dcp_pipeline.storage.base import Directory
 
-__all__ = ["lost_record", "plain_manifest"]
+__all__ = ["DataSizes", "lost_record", "plain_manifest"]
+
+
+class DataSizes(Mapping[str, int]):
+    """Bytes of the data files in a directory, each looked at when it is asked for.
+
+    Asking raises ``UnsafeCheckpointError`` for what is no file, or leads out of the directory.
+    """
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    def __getitem__(self, name: str) -> int:
+        if not names.is_data(name):
+            raise KeyError(name)
+        try:
+            with self._directory.open(name) as source:
+                return source.size
+        except MissingFileError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return filter(names.is_data, self._directory.names())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def plain_manifest(directory: Directory) -> Manifest:
@@ -29,7 +61,7 @@ def plain_manifest(directory: Directory) -> Manifest:
         CorruptCheckpointError: the metadata contradict themselves or one another.
     """
     found = directory.names()
-    sizes = {name: directory.size(name) for name in found if names.is_data(name)}
+    sizes = DataSizes(directory)
     ranks = names.metadata_ranks(found)
     if names.METADATA in found or not ranks:
         manifest = manifest_of(read_metadata(directory.read(names.METADATA)), sizes)

@@ -49,6 +49,14 @@ class Serialization(ABC):
     def image(self, items: Sequence[Item]) -> FileImage:
         """Lay the items out in one file, in the order given."""
 
+    def check_name(self, name: str) -> None:
+        """Look at the name of a key before anything is written.
+
+        Raises:
+            UnsupportedLeafError: it cannot be stored.
+        """
+        return None
+
     @abstractmethod
     def encode_value(self, value: Any) -> bytes:
         """The stored bytes of a Python value.

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dcp_pipeline.core.dtypes import ITEM_SIZES
+from dcp_pipeline.core.errors import UnsupportedLeafError
 from dcp_pipeline.formats.safetensors import TensorEntry, encode_header
 from dcp_pipeline.formats.typed_json import decode, encode
 from dcp_pipeline.serialization.base import FileImage, Serialization
@@ -37,6 +38,14 @@ class SafetensorsSerialization(Serialization):
     kind: ClassVar[str] = "safetensors"
     extension: ClassVar[str] = ".safetensors"
     dcp_reads: ClassVar[bool] = False
+
+    def check_name(self, name: str) -> None:
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UnsupportedLeafError(
+                "a value whose key has a lone surrogate, which safetensors cannot hold"
+            ) from error
 
     def encode_value(self, value: Any) -> bytes:
         if type(value) in _BYTES:

@@ -25,8 +25,17 @@ EncodeValue = Callable[[Any], tuple[bytes, int]]
 """A value's stored bytes and the digest of its meaning; raises for what cannot be stored."""
 
 
-def collect(flat: FlatState, encode_value: EncodeValue) -> Entries:
+def _any_name(name: str) -> None:
+    return None
+
+
+def collect(
+    flat: FlatState, encode_value: EncodeValue, check_name: Callable[[str], None] = _any_name
+) -> Entries:
     """The entries of a flattened state.
+
+    Args:
+        check_name: raises ``UnsupportedLeafError`` for the name of a key that cannot be written.
 
     Raises:
         UnsupportedLeafError: one message for every leaf that cannot be stored.
@@ -35,6 +44,7 @@ def collect(flat: FlatState, encode_value: EncodeValue) -> Entries:
     problems: list[str] = []
     for leaf in flat.leaves:
         try:
+            check_name(dotted(leaf.path))
             entry = _entry(leaf, encode_value)
             entries.append(entry if flat.local_at(leaf.path) is None else _of_one_rank(leaf, entry))
         except CheckpointError as error:

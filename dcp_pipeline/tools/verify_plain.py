@@ -22,7 +22,8 @@ def verify_plain(directory: Directory, findings: Findings, threads: int) -> Mani
     """Note everything that is wrong; what ``.metadata`` holds, if that can be read."""
     from dcp_pipeline.layout.plain_dcp import lost_record
 
-    manifest = _manifest(directory, findings)
+    strange: dict[str, CheckpointError] = {}
+    manifest = _manifest(directory, findings, strange)
     if manifest is None:
         findings.cannot_verify("the data files: what they should hold stands in .metadata alone")
         return None
@@ -40,14 +41,15 @@ def verify_plain(directory: Directory, findings: Findings, threads: int) -> Mani
         ends = [int(table.offset[row] + table.length[row]) for row in rows]
         if entry.size < 0:
             keys = index.at(number, 0, 1 << 62)
-            findings.add(entry.name, "it is missing", f"{max(ends)} bytes or more", keys)
+            found = strange.get(entry.name, "it is missing")
+            findings.add(entry.name, found, f"a file of {max(ends)} bytes or more", keys)
             findings.mark_damaged(number, 0, 1 << 62)
             continue
         findings.count_file()
         if max(ends) > entry.size:
             keys = index.at(number, entry.size, 1 << 62)
-            found = f"it has {entry.size} bytes: it was cut off"
-            findings.add(entry.name, found, f"{max(ends)} bytes or more", keys)
+            size = f"it has {entry.size} bytes: it was cut off"
+            findings.add(entry.name, size, f"{max(ends)} bytes or more", keys)
             findings.mark_damaged(number, entry.size, 1 << 62)
         elif max(ends) < entry.size:
             findings.note(f"{entry.name} has {entry.size - max(ends)} bytes that belong to no item")
@@ -65,7 +67,9 @@ def verify_plain(directory: Directory, findings: Findings, threads: int) -> Mani
     return manifest
 
 
-def _manifest(directory: Directory, findings: Findings) -> Manifest | None:
+def _manifest(
+    directory: Directory, findings: Findings, strange: dict[str, CheckpointError]
+) -> Manifest | None:
     from dcp_pipeline.formats.metadata_pickle import read_metadata
     from dcp_pipeline.layout.dcp_metadata import manifest_of
     from dcp_pipeline.layout.plain_dcp import plain_manifest
@@ -75,22 +79,24 @@ def _manifest(directory: Directory, findings: Findings) -> Manifest | None:
             return plain_manifest(directory)
         data = directory.read(names.METADATA)
         findings.count(len(data))
-        found = directory.names()
-        sizes = {name: directory.size(name) for name in found if _is_data(directory, name)}
-        return manifest_of(read_metadata(data), sizes)
+        return manifest_of(read_metadata(data), _sizes(directory, strange))
     except CheckpointError as error:
         findings.add(names.METADATA, error)
         return None
 
 
-def _is_data(directory: Directory, name: str) -> bool:
-    if not names.is_data(name):
-        return False
-    try:
-        directory.open(name).close()
-    except MissingFileError:
-        return False
-    return True
+def _sizes(directory: Directory, strange: dict[str, CheckpointError]) -> dict[str, int]:
+    """Bytes of the data files; what is there instead of a file goes into ``strange``."""
+    sizes = {}
+    for name in filter(names.is_data, directory.names()):
+        try:
+            with directory.open(name) as source:
+                sizes[name] = source.size
+        except MissingFileError:
+            continue
+        except CheckpointError as error:
+            strange[name] = error
+    return sizes
 
 
 def check_metadata(data: bytes, manifest: Manifest, findings: Findings) -> None:

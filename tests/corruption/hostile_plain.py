@@ -28,6 +28,9 @@ __all__ = ["PLAIN"]
 
 PLAIN: dict[str, Attack] = {
     "data_is_a_link_outside": linked("__0_0.distcp"),
+    "data_is_a_pipe": instead("__0_0.distcp", os.mkfifo),
+    "data_is_a_folder": instead("__0_0.distcp", os.mkdir),
+    "data_is_a_device": instead("__0_0.distcp", lambda file: os.symlink("/dev/zero", file)),
     "metadata_is_a_link_outside": linked(".metadata"),
     "metadata_is_a_pipe": instead(".metadata", os.mkfifo),
     "metadata_runs_mkdir": runs_code("mkdir"),

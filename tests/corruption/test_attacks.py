@@ -75,6 +75,11 @@ def test_t76_u14_attacks_are_refused(
     assert report["grown"] < BYTES, report
 
 
+@pytest.mark.parametrize("what", ["link_outside", "pipe", "folder", "device"])
+def test_verify_blames_the_data_file(reports: dict[tuple[str, str], Any], what: str) -> None:
+    assert reports["plain", f"data_is_a_{what}"]["said"]["verify"].startswith("__0_0.distcp: ")
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "error"),
     [
@@ -96,6 +101,11 @@ def test_t76_u14_attacks_are_refused(
         ("plain", "place_parent", "UnsafeCheckpointError"),
         ("plain", "place_absolute", "UnsafeCheckpointError"),
         ("plain", "data_is_a_link_outside", "UnsafeCheckpointError"),
+        ("plain", "data_is_a_pipe", "UnsafeCheckpointError"),
+        ("plain", "data_is_a_folder", "UnsafeCheckpointError"),
+        ("plain", "value_asks_for_a_buffer", "UnsafeCheckpointError"),
+        ("plain", "metadata_of_keys_with_one_hash", "UnsafeCheckpointError"),
+        ("torch_save", "paths_with_one_hash", "UnsafeCheckpointError"),
     ],
 )
 def test_the_error_says_which(

@@ -6,6 +6,7 @@ import resource
 import time
 import zipfile
 from collections import Counter, OrderedDict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from dcp_pipeline.formats.inert_pickle import load_inert
 from dcp_pipeline.formats.metadata_pickle import read_metadata
 from dcp_pipeline.formats.torch_values import _is_plain
 from dcp_pipeline.formats.torch_zip import check_readable, read_value, write_value
+from dcp_pipeline.formats.value_guard import globals_of_value, pickle_of_value
+from dcp_pipeline.formats.zip_directory import Window
 
 P = 2**61 - 1
 """What Python divides integers by to hash them."""
@@ -92,7 +95,7 @@ def keys_of_one_hash(count: int) -> bytes:
     return b"".join(number(n * P) + b"N" for n in range(1, count + 1))
 
 
-MANY = 60_000
+MANY = 30_000
 SLOW = {
     "dict": b"\x80\x02}(" + keys_of_one_hash(MANY) + b"u.",
     "dict, one by one": b"\x80\x02}"
@@ -136,10 +139,10 @@ def test_it_is_called_unsafe(name: str) -> None:
 
 @pytest.mark.parametrize("name", SLOW)
 def test_keys_of_one_hash_are_refused_in_time(name: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(UnsafeCheckpointError, match="hash in common"):
         read_value(item(SLOW[name]))
-    assert time.perf_counter() - started < 3
+    assert time.process_time() - started < 3
     if name != "complex":
         with pytest.raises(UnsafeCheckpointError, match="hash in common"):
             read_metadata(SLOW[name])
@@ -152,10 +155,10 @@ def test_keys_of_one_hash_in_typed_json(keys: Any) -> None:
 
     listed = [text(key) for key in keys]
     for tree in ({"$set": listed}, {"$frozenset": listed}, {"$dict": [[k, None] for k in listed]}):
-        started = time.perf_counter()
+        started = time.process_time()
         with pytest.raises(UnsafeCheckpointError, match="hash in common"):
             typed_json.decode(typed_json._dump(tree))
-        assert time.perf_counter() - started < 3
+        assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize("make", [set, frozenset, dict.fromkeys, OrderedDict.fromkeys])
@@ -217,7 +220,25 @@ def test_honest_tensors_and_buffers_are_read() -> None:
 def test_many_honest_keys_cost_little() -> None:
     keys = {(n, n * n): n for n in range(200_000)}
     data = pickle.dumps(keys, 2)
-    started = time.perf_counter()
+    started = time.process_time()
     assert load_inert(data, lambda module, name: None) == keys
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert not _is_plain(keys)
+
+
+def test_what_torch_refuses_at_the_end_of_a_zip_is_refused() -> None:
+    """For every flip in the last records: a load would fail, so verifying has to say so."""
+    good = write_value({"lr": 0.1})
+    for at in range(len(good) - 98, len(good)):
+        for bit in range(8):
+            data = bytearray(good)
+            data[at] ^= 1 << bit
+            try:
+                torch.load(io.BytesIO(bytes(data)))
+            except Exception:
+                read = partial(
+                    lambda all_of_it, begin, n: all_of_it[begin : begin + n], bytes(data)
+                )
+                window = Window(read, len(data))
+                with pytest.raises(CheckpointError):
+                    globals_of_value(pickle_of_value(window))

@@ -89,7 +89,7 @@ def test_an_object_that_does_not_take_its_state(
     dcp_pipeline.save(state(1.0), checkpoint_id=tmp_path)
     found = state(-1.0)
     found["o"].error = error
-    with pytest.raises(BaseException) as caught:  # noqa: PT011
+    with pytest.raises(BaseException) as caught:
         load(found, tmp_path, rollback)
     if rollback == "copy":
         assert changed(found) == set() and not isinstance(caught.value, RollbackFailedError)

@@ -21,8 +21,10 @@ def collect_entries(state: Any, job: SaveJob) -> Entries:
     job.empty = [(path, kind) for path, kind in flat.empty if path]
     serialization = job.parts.serialization
     if job.coordinator.world_size > 1:
-        return collect(flat, serialization.encode_comparable)
-    return collect(flat, lambda value: (serialization.encode_value(value), 0))
+        return collect(flat, serialization.encode_comparable, serialization.check_name)
+    return collect(
+        flat, lambda value: (serialization.encode_value(value), 0), serialization.check_name
+    )
 
 
 def taken_apart(state: Any, coordinator: Coordinator) -> FlatState:
