@@ -205,14 +205,26 @@ class CheckpointManager:
         return restored.step
 
     def steps(self) -> list[int]:
-        """The committed steps, in order; the same on every rank."""
-        steps: list[int] = self._ranks.decide("list", None, lambda _: self._root.committed())
+        """The committed steps, in order; the same on every rank.
+
+        A step whose commit record cannot be read is none. The record alone is looked at: a step
+        whose data are damaged is listed, and is gone past by :meth:`latest` and :meth:`restore`.
+        """
+        steps: list[int] = self._ranks.decide("list", None, lambda _: self._root.readable())
         return steps
 
     def latest(self) -> int | None:
-        """The newest committed step, ``None`` if there is none."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        """The newest step whose files all have their sizes, ``None`` if there is none.
+
+        It is the one that :meth:`restore` tries first, which then compares checksums. ``None``
+        also where there are steps and all are damaged, which :meth:`restore` raises for.
+
+        Raises:
+            CheckpointException: whether a step is whole cannot be told, such as one that a newer
+                version has written; :meth:`restore` raises for it too.
+        """
+        step: int | None = self._ranks.decide("latest", None, lambda _: self._root.latest())
+        return step
 
     def pin(self, step: int) -> None:
         """Keep a step, whatever the retention says, until :meth:`unpin`.

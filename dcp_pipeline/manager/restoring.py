@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from dataclasses import dataclass, field
@@ -12,11 +11,8 @@ from dcp_pipeline.core.errors import (
     CheckpointError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
-    NewerFormatError,
-    RollbackFailedError,
-    StorageError,
-    UnsafeCheckpointError,
 )
+from dcp_pipeline.manager.damage import is_damage
 from dcp_pipeline.manager.differences import changed
 from dcp_pipeline.manager.events import CheckpointEvent, Events
 from dcp_pipeline.manager.ranks import Ranks
@@ -25,24 +21,9 @@ from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.pipelines.report import LoadReport
 from dcp_pipeline.pipelines.steps.save_commit import versions
 
-__all__ = ["Restored", "Restorer", "is_damage", "tell_restored"]
+__all__ = ["Restored", "Restorer", "tell_restored"]
 
 logger = logging.getLogger("dcp_pipeline")
-
-_DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError)
-_NOT_DAMAGE = (NewerFormatError, RollbackFailedError)
-_BAD_MEDIUM = {errno.EIO, *(getattr(errno, name, errno.EIO) for name in ("EUCLEAN", "ENODATA"))}
-
-
-def is_damage(error: BaseException) -> bool:
-    """Whether an error says that a checkpoint is not what was written, so that another may be.
-
-    A template that does not fit, a newer format or a lost rank would be the same with any other.
-    """
-    if isinstance(error, _NOT_DAMAGE):
-        return False
-    is_unreadable = isinstance(error, StorageError) and error.errno in _BAD_MEDIUM
-    return is_unreadable or isinstance(error, _DAMAGE)
 
 
 @dataclass(frozen=True)

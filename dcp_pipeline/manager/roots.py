@@ -16,6 +16,7 @@ from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout import names
 from dcp_pipeline.layout.base import Layout
 from dcp_pipeline.layout.record import live_saves
+from dcp_pipeline.manager.damage import is_damage
 from dcp_pipeline.manager.retention import StepRecord
 from dcp_pipeline.manager.steps import PINNED, step_name, step_of
 from dcp_pipeline.storage.base import Directory, Storage
@@ -100,8 +101,27 @@ class Root:
         return any(directory.exists(record) for record in self._commits)
 
     def committed(self) -> list[int]:
-        """The committed steps, in order."""
+        """The committed steps, in order, also those whose commit record is damaged."""
         return [step for step in self._steps() if self.is_committed(step)]
+
+    def readable(self) -> list[int]:
+        """The committed steps whose commit record can be read, in order; all of them are read."""
+        return [step for step in self.committed() if self._has_record(step)]
+
+    def latest(self) -> int | None:
+        """The newest step whose files all have their sizes, ``None`` if there is none.
+
+        Raises:
+            CheckpointError: whether a step is whole cannot be told, such as one of a newer format.
+        """
+        for step in reversed(self.committed()):
+            try:
+                if self.damage(step) is None:
+                    return step
+            except (CheckpointError, OSError):
+                if self.is_committed(step):
+                    raise
+        return None
 
     def uncommitted(self) -> dict[int, bool]:
         """Steps that were begun and never committed, and whether a save is under way there."""
@@ -154,6 +174,24 @@ class Root:
                     f"{directory.location}: {name} has {found} bytes, {size} were written"
                 )
         return summary
+
+    def damage(self, step: int) -> CheckpointError | OSError | None:
+        """What is wrong with the commit record or the sizes of the files of a step, as it is now.
+
+        Raises:
+            CheckpointError: that cannot be told, such as of one of a newer format.
+        """
+        wrong: CheckpointError | OSError | None = None
+        for _ in range(2):  # one that is replaced meanwhile loses the files of before
+            try:
+                self.check_sizes(step, is_fresh=True)
+            except (CheckpointError, OSError) as error:
+                if not is_damage(error):
+                    raise
+                wrong = error
+            else:
+                return None
+        return wrong
 
     def is_whole(self, step: int) -> bool:
         """Whether a step has all its files, with the sizes that were written."""
@@ -222,6 +260,13 @@ class Root:
     def _steps(self) -> list[int]:
         found = map(step_of, self._storage.folders(self.location))
         return sorted(step for step in found if step is not None)
+
+    def _has_record(self, step: int) -> bool:
+        try:
+            self.summary(step, is_fresh=True)
+        except (CheckpointError, OSError) as error:
+            return self.is_committed(step) and not is_damage(error)
+        return True
 
     def _is_being_saved(self, step: int) -> bool:
         directory = self.open(step)

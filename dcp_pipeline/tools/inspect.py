@@ -102,7 +102,16 @@ class FileInfo:
     @property
     def is_well(self) -> bool:
         """Whether it is there with the size that was recorded."""
-        return self.size is not None and self.expected in (None, self.size)
+        return not self.problem
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it, empty where nothing is."""
+        if self.size is None:
+            return f"{self.name} is missing"
+        if self.expected in (None, self.size):
+            return ""
+        return f"{self.name} has {self.size} bytes, {self.expected} were written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +133,7 @@ class Inspection:
     @property
     def problems(self) -> tuple[str, ...]:
         """What is wrong: files that are not there or have another size, another save on top."""
-        files = [
-            f"{file.name} is missing"
-            if file.size is None
-            else f"{file.name} has {file.size} bytes, {file.expected} were written"
-            for file in self.files
-            if not file.is_well
-        ]
+        files = [file.problem for file in self.files if file.problem]
         return (*([OVERWRITTEN] if self.is_overwritten else []), *files)
 
 

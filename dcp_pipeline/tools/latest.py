@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass
 
 from dcp_pipeline.core.errors import CheckpointNotFoundError
-from dcp_pipeline.tools.inspect import files_of
 from dcp_pipeline.tools.listing import CheckpointInfo, list_directory
-from dcp_pipeline.tools.opening import State, look, open_directory, read_manifest
+from dcp_pipeline.tools.opening import State
 
 __all__ = ["Latest", "find_latest"]
 
@@ -42,22 +41,10 @@ def find_latest(root: str | os.PathLike[str]) -> Latest:
         if info.state in (State.IN_PROGRESS, State.INCOMPLETE):
             unfinished[info.name] = str(info.state)
             continue
-        problem = info.problem or _problem(info)
-        if not problem:
+        if not info.problem:
             return Latest(info, damaged, unfinished)
-        damaged[info.name] = problem
+        damaged[info.name] = info.problem
     if not damaged:
         location = os.fspath(root)
         raise CheckpointNotFoundError(f"{location}: no step was ever committed", location)
     return Latest(None, damaged, unfinished)
-
-
-def _problem(info: CheckpointInfo) -> str:
-    directory = open_directory(info.path)
-    found = look(directory)
-    for file in files_of(directory, found, read_manifest(directory, found)):
-        if file.size is None:
-            return f"{file.name} is missing"
-        if not file.is_well:
-            return f"{file.name} has {file.size} bytes, {file.expected} were written"
-    return ""

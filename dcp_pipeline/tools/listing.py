@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from dcp_pipeline.core.errors import CheckpointError, CheckpointNotFoundError
+from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout import names
 from dcp_pipeline.manager.steps import PINNED, step_of
 from dcp_pipeline.storage.base import Directory
@@ -24,7 +25,7 @@ class CheckpointInfo:
     Attributes:
         name: of its folder, ``.`` for the directory itself.
         path: of its folder.
-        state: whether it can be loaded.
+        state: whether it can be loaded, as far as the sizes of its files tell.
         is_being_saved: whether a save into it is under way; it may be committed already.
         step: ``N`` where the folder is called ``step-N``.
         save_id: of a checkpoint of ours.
@@ -111,6 +112,13 @@ def _below(parent: Directory, name: str) -> CheckpointInfo | None:
 
 def _describe(directory: Directory, found: Found, name: str) -> CheckpointInfo:
     state, manifest, problem = state_of(directory, found)
+    if manifest is not None and not problem and _wrong_sizes(directory, found, manifest):
+        # One that is replaced meanwhile loses the files of before: it is looked at again.
+        found = look(directory)
+        state, manifest, problem = state_of(directory, found)
+        if manifest is not None and not problem:
+            problem = _wrong_sizes(directory, found, manifest)
+            state = State.DAMAGED if problem else state
     sizes, newest = _sizes(directory, found)
     is_ours = manifest is not None and not manifest.is_foreign
     since = manifest.created if manifest is not None and is_ours else newest
@@ -127,6 +135,13 @@ def _describe(directory: Directory, found: Found, name: str) -> CheckpointInfo:
         problem=problem,
         is_pinned=PINNED in found.names,
     )
+
+
+def _wrong_sizes(directory: Directory, found: Found, manifest: Manifest) -> str:
+    """The first file that is missing or has another size than was written, empty if none is."""
+    named = {entry.name for entry in (*manifest.files, *manifest.sums)}
+    files = [file for file in files_of(directory, found, manifest) if file.name in named]
+    return next((file.problem for file in files if file.problem), "")
 
 
 def _sizes(directory: Directory, found: Found) -> tuple[int, float]:

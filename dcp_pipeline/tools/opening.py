@@ -53,7 +53,8 @@ class State(StrEnum):
     INCOMPLETE = "incomplete"
     """There are data, but nothing was committed and no save is under way."""
     DAMAGED = "damaged"
-    """The commit record cannot be read, or is lost while ``.metadata`` of ours is there."""
+    """The commit record cannot be read, or is lost while ``.metadata`` of ours is there; in a
+    listing also where a file that it names is missing or has another size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from dcp_pipeline.core.errors import (
 )
 from dcp_pipeline.manager import CheckpointManager
 from dcp_pipeline.pipeline import Pipeline
+from dcp_pipeline.tools.latest import find_latest
 from tests.cases.jobs import pipeline_of, state_with, values_of
 from tests.distributed.pool import Pool
 
@@ -175,6 +176,10 @@ def test_what_would_be_the_same_with_any_other_step_is_raised(tmp_path: Path) ->
     record.write_bytes(body + b',\n"digest":"' + digest + b'"}\n')
     with pytest.raises(NewerFormatError):
         restored(tmp_path)
+    with CheckpointManager(tmp_path, pipeline_of()) as manager:
+        assert manager.steps() == [1, 2]
+        with pytest.raises(NewerFormatError, match="step-2"):
+            manager.latest()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -189,6 +194,29 @@ def test_plain_dcp(tmp_path: Path) -> None:
     next((tmp_path / "step-2").glob("*.distcp")).unlink()
     with pytest.raises(ForeignOverwriteError):
         restored(tmp_path)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_latest_is_the_step_that_a_restore_tries_first(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    run_of(tmp_path, 1, 2, 3)
+    has_sizes = damage in (flip, damage_sums)
+    has_record = damage not in (damage_record, empty_record)
+    with CheckpointManager(tmp_path, pipeline_of()) as manager:
+        assert manager.latest() == 3
+        damage(tmp_path / "step-3")
+        assert manager.latest() == (3 if has_sizes else 2)
+        assert manager.steps() == ([1, 2, 3] if has_record else [1, 2])
+        assert manager.restore(state()) == 2
+        for step in (1, 2):
+            damage(tmp_path / f"step-{step}")
+        assert manager.latest() == (3 if has_sizes else None)
+        assert manager.steps() == ([1, 2, 3] if has_record else [])
+        with pytest.raises(CorruptCheckpointError, match="none can be loaded"):
+            manager.restore(state())
+    shown = find_latest(tmp_path).checkpoint
+    assert (shown.step if shown else None) == (3 if has_sizes else None)
 
 
 def test_a_damaged_step_may_be_saved_again(tmp_path: Path) -> None:
@@ -251,6 +279,18 @@ def damaged_and_restored(root: Path) -> Any:
 
 def test_all_ranks_go_on_from_the_same_step(ranks: Pool, tmp_path: Path) -> None:
     assert ranks(2).run(damaged_and_restored, tmp_path) == [(1, {1.0})] * 2
+
+
+def latest_of_damaged(root: Path) -> Any:
+    with CheckpointManager(root, pipeline_of()) as manager:
+        return manager.latest(), manager.steps()
+
+
+def test_all_ranks_hear_of_the_same_latest(ranks: Pool, tmp_path: Path) -> None:
+    run_of(tmp_path, 1, 2, 3)
+    cut(tmp_path / "step-3")
+    empty_record(tmp_path / "step-2")
+    assert ranks(2).run(latest_of_damaged, tmp_path) == [(1, [1, 3])] * 2
 
 
 def restore_all_damaged(root: Path) -> None:
