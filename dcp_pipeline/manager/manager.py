@@ -115,10 +115,14 @@ class CheckpointManager:
         Args:
             step: from 0 on.
             state: as in :meth:`Pipeline.save`.
-            metrics: numbers by name, kept with the step; those of the coordinator count.
+            metrics: numbers by name, kept with the step; those of the coordinator count, with a
+                warning where another rank has others. What is no finite number is never best.
 
         Raises:
-            CheckpointExistsError: the step is committed and ``manager.overwrite`` is ``error``.
+            CheckpointExistsError: the step is committed and ``manager.overwrite`` is ``error``. One
+                whose commit record or sizes are damaged is saved anew, with a warning; one with
+                damaged bytes only after :meth:`restore` of this manager has found that.
+            StateError: a metric is no number, such as ``None``.
             ConcurrentSaveError: another job saves into this root.
             CheckpointException: the save failed, on any rank; the steps before are untouched.
         """

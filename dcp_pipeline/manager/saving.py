@@ -17,6 +17,8 @@ from dcp_pipeline.core.errors import (
     CheckpointExistsError,
     DisagreementError,
     StateError,
+    StorageError,
+    UnsafeCheckpointError,
 )
 from dcp_pipeline.core.kind import KindConfig
 from dcp_pipeline.manager.claim import Claim, Fence
@@ -33,6 +35,9 @@ __all__ = ["Metrics", "Saving", "StepSaver"]
 Metrics = Mapping[str, SupportsFloat]
 
 logger = logging.getLogger("dcp_pipeline")
+
+_SHOWN = 8
+"""Of how many ranks the values are named in a warning."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ class StepSaver:
         """On all ranks together: whether the step may be saved.
 
         Raises:
-            CheckpointExistsError: it is committed, or being saved, and is not to be replaced.
+            CheckpointExistsError: it is committed and not damaged, or being saved, and is not to
+                be replaced.
             ConcurrentSaveError: the root is another run's.
             DisagreementError: ranks name different steps, or have different settings.
             StateError: a metric is no number.
@@ -143,15 +149,26 @@ class StepSaver:
                 )
         may_replace = self._settings.overwrite == "replace" or step in self.damaged
         if not may_replace and self._root.is_committed(step):
-            raise CheckpointExistsError(
-                f"{self._root.path(step)} is committed already, and manager.overwrite is 'error':"
-                " save another step, or set manager.overwrite=replace",
-                self._root.path(step),
-            )
+            self._refuse_unless_damaged(step)
+        _say_which_metrics_differ(step, [message[1] for message in messages], self._ranks.rank)
         if not self._has_looked:
             self._has_looked = True
             self._say_what_is_newer(step)
         return self._claim.run
+
+    def _refuse_unless_damaged(self, step: int) -> None:
+        """By its commit record and the sizes of its files; checksums are compared by a restore."""
+        path, error = self._root.path(step), None
+        with contextlib.suppress(CheckpointError, OSError):
+            error = self._root.damage(step)
+        # What may be whole for another reader, or at another time, is not to be lost.
+        if error is None or isinstance(error, UnsafeCheckpointError | StorageError):
+            raise CheckpointExistsError(
+                f"{path} is committed already, and manager.overwrite is 'error':"
+                " save another step, or set manager.overwrite=replace",
+                path,
+            )
+        logger.warning("%s is damaged, and is saved anew: %s", path, error)
 
     def _say_what_is_newer(self, step: int) -> None:
         newer = [other for other in self._root.committed() if other > step]
@@ -217,6 +234,28 @@ class StepSaver:
         if is_settled:
             self._remover.wait()
         return is_settled
+
+
+def _say_which_metrics_differ(
+    step: int, metrics: list[dict[str, float | str]], coordinator: int
+) -> None:
+    """One warning, where a rank names a metric or a value that the coordinator does not."""
+    kept = metrics[coordinator]
+    named = {name: None for of_rank in metrics for name in of_rank}
+    lines = []
+    for name in named:
+        values = {rank: found[name] for rank, found in enumerate(metrics) if name in found}
+        if any(value != kept.get(name) for value in values.values()):
+            shown = [f"{value} on rank {rank}" for rank, value in values.items()]
+            more = [f"{len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
+            lines.append(f"{name!r} is " + ", ".join(shown[:_SHOWN] + more))
+    if lines:
+        logger.warning(
+            "the ranks save step %d with different metrics, and those of rank %d are kept: %s",
+            step,
+            coordinator,
+            "; ".join(lines),
+        )
 
 
 def _plain(metrics: Metrics) -> dict[str, float | str]:

@@ -20,10 +20,15 @@ from dcp_pipeline.core.errors import (
     ForeignOverwriteError,
     IncompleteCheckpointError,
     NewerFormatError,
+    StateError,
+    StorageError,
 )
 from dcp_pipeline.manager import CheckpointManager
+from dcp_pipeline.manager.roots import Root
+from dcp_pipeline.manager.saving import _say_which_metrics_differ
 from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.tools.latest import find_latest
+from dcp_pipeline.tools.verify import verify
 from tests.cases.jobs import pipeline_of, state_with, values_of
 from tests.distributed.pool import Pool
 
@@ -234,6 +239,59 @@ def test_a_damaged_step_may_be_saved_again(tmp_path: Path) -> None:
     assert restored(tmp_path) == (20, 20.0)
 
 
+@pytest.mark.parametrize("damage", [cut, append, delete, lose_sums, damage_record, empty_record])
+@pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
+def test_what_a_look_shows_to_be_damaged_may_be_saved_again(
+    tmp_path: Path, caplog: Log, damage: Callable[[Path], None], serialization: str
+) -> None:
+    config = {"serialization": serialization}
+    run_of(tmp_path, 10, 20, config=config)
+    damage(tmp_path / "step-20")
+    with CheckpointManager(tmp_path, pipeline_of(config)) as manager:
+        with pytest.raises(FileExistsError, match="step-10 is committed already"):
+            manager.save(10, state())
+        assert not caplog.records
+        manager.save(20, state(21.0))
+        (warning,) = [r.getMessage() for r in caplog.records]
+        assert warning.startswith(f"{tmp_path}/step-20 is damaged, and is saved anew: ")
+        with pytest.raises(FileExistsError, match="step-20 is committed already"):
+            manager.save(20, state())
+        assert manager.steps() == [10, 20] and manager.latest() == 20
+    assert restored(tmp_path) == (20, 21.0)
+    assert verify(tmp_path / "step-20").is_well
+
+
+@pytest.mark.parametrize("damage", [flip, damage_sums])
+def test_what_only_a_read_shows_has_to_be_found_first(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    run_of(tmp_path, 10, 20)
+    damage(tmp_path / "step-20")
+    with CheckpointManager(tmp_path, pipeline_of()) as manager:
+        with pytest.raises(FileExistsError, match="step-20 is committed already"):
+            manager.save(20, state())
+        assert manager.restore(state()) == 10
+        manager.save(20, state(21.0))
+    assert restored(tmp_path) == (20, 21.0)
+
+
+def test_a_record_that_may_be_read_at_another_time_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_of(tmp_path, 10)
+    record = (tmp_path / "step-10" / "manifest.json").read_bytes()
+
+    def failing(*_: object, **__: object) -> Any:
+        raise StorageError("step-10/manifest.json: Input/output error", "manifest.json", 5)
+
+    with CheckpointManager(tmp_path, pipeline_of()) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(Root, "summary", failing)
+            with pytest.raises(FileExistsError, match="step-10 is committed already"):
+                manager.save(10, state())
+    assert (tmp_path / "step-10" / "manifest.json").read_bytes() == record
+
+
 def test_what_one_rank_sees_alone(tmp_path: Path) -> None:
     """A step is not whole because the file of another step is."""
     run_of(tmp_path, 1, 2)
@@ -323,12 +381,56 @@ def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.errno == 5
 
 
+def saved_with_metrics(root: Path) -> Any:
+    rank = dist.get_rank()
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("dcp_pipeline")
+    log.addHandler(handler)
+    try:
+        with CheckpointManager(root, pipeline_of()) as manager:
+            mine = {"loss": 0.5 + rank, "lr": 0.1, "nan": float("nan")}
+            manager.save(1, state_with(1.0), metrics=mine | ({"extra": 3} if rank else {}))
+            manager.save(2, state_with(2.0), metrics={"loss": 0.5, "nan": float("nan")})
+            manager.save(3, state_with(3.0), metrics=None if rank else {"loss": 0.25})
+    finally:
+        log.removeHandler(handler)
+    return warnings
+
+
+def test_metrics_that_differ_are_said_once(ranks: Pool, tmp_path: Path) -> None:
+    expected = (
+        "the ranks save step 1 with different metrics, and those of rank 0 are kept:"
+        " 'loss' is 0.5 on rank 0, 1.5 on rank 1; 'extra' is 3.0 on rank 1"
+    )
+    assert ranks(2).run(saved_with_metrics, tmp_path) == [[expected], []]
+    kept = [
+        json.loads((tmp_path / f"step-{step}" / "manifest.json").read_text())["notes"]["metrics"]
+        for step in (1, 2, 3)
+    ]
+    assert kept == [
+        {"loss": 0.5, "lr": 0.1, "nan": "nan"},
+        {"loss": 0.5, "nan": "nan"},
+        {"loss": 0.25},
+    ]
+
+
+def test_the_values_of_many_ranks_are_not_all_said(caplog: Log) -> None:
+    metrics: list[dict[str, float | str]] = [{"loss": float(rank)} for rank in range(20)]
+    _say_which_metrics_differ(7, metrics, 0)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.endswith("6.0 on rank 6, 7.0 on rank 7, 12 more")
+
+
 def test_notes_say_what_was_saved(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, pipeline_of()) as manager:
         metrics = {"loss": torch.tensor(0.5), "nan": float("nan"), "inf": float("inf"), "n": 3}
         manager.save(1, state(), metrics=metrics)
         with pytest.raises(ValueError, match=r"metrics\['x'\] is no number"):
             manager.save(2, state(), metrics={"x": "much"})  # type: ignore[dict-item]
+        with pytest.raises(StateError, match=r"metrics\['loss'\] is no number: None"):
+            manager.save(2, state(), metrics={"loss": None})  # type: ignore[dict-item]
         assert manager.steps() == [1]
     notes = json.loads((tmp_path / "step-1" / "manifest.json").read_text())["notes"]
     assert notes["metrics"] == {"loss": 0.5, "nan": "nan", "inf": "inf", "n": 3.0}
