@@ -133,7 +133,7 @@ def async_save(
 
     Raises:
         CheckpointException: an earlier save of an equal config failed, and nobody has seen it.
-        ConfigError: a planner or writer of DCP's, or its own stager, with a background process.
+        ConfigError: a planner or writer of DCP's, with a background process.
 
     Example:
         >>> import tempfile, torch
@@ -156,6 +156,15 @@ def async_save(
             no_dist=no_dist,
             async_checkpointer_type=async_checkpointer_type,
             async_stager=async_stager,
+        )
+    is_process = pipeline.config.background.kind == "process"
+    if async_checkpointer_type is not None:
+        is_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
+    if is_process:
+        raise ConfigError(
+            "a planner or writer of DCP's, and use_collectives=False, save in a thread of this"
+            " process: use async_checkpointer_type=AsyncCheckpointerType.THREAD",
+            "background",
         )
     writer = storage_writer
     if writer is None and not use_collectives:

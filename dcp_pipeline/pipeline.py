@@ -14,7 +14,7 @@ from typing import Any
 from dcp_pipeline.config.compose import compose, load_mapping
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.core.coordinator import Coordinator
-from dcp_pipeline.core.errors import ConfigError, RollbackFailedError, StateError
+from dcp_pipeline.core.errors import CheckpointError, ConfigError, RollbackFailedError, StateError
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.graph.trace import Trace
@@ -69,6 +69,7 @@ class Pipeline:
         self._parts = Parts.build(self.config)
         self._save_nodes = tuple(save_nodes)
         self._async_saves: dict[str, AsyncSaves] = {}
+        self._is_closed = False
         self.save_graph: Graph = save_graph(self._parts, save_nodes)
         self.load_graph: Graph = load_graph(self._parts, load_nodes)
 
@@ -261,6 +262,8 @@ class Pipeline:
         return sum(saves.in_flight.failures for saves in self._async_saves.values())
 
     def _asynchronous(self, wanted: AsyncCheckpointerType | None) -> AsyncSaves:
+        if self._is_closed:
+            raise CheckpointError("this pipeline is closed: nobody would close what it starts now")
         config = self.config.background
         is_process = wanted is AsyncCheckpointerType.PROCESS
         if wanted is not None and is_process != (config.kind == "process"):
@@ -365,6 +368,7 @@ class Pipeline:
         self._close(raises=True)
 
     def _close(self, raises: bool) -> None:
+        self._is_closed = True
         with ExitStack() as stack:
             stack.callback(self._parts.close)
             while self._async_saves:

@@ -9,11 +9,13 @@ with one other can tell all the rest; see :mod:`dcp_pipeline.coordination.roll_c
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -73,6 +75,22 @@ class ProcessGroupCoordination(Coordination):
         group = process_group if process_group is not None else dist.group.WORLD
         control = control_group(group, self._timeout, background)
         return ProcessGroupCoordinator(control, coordinator_rank, self._poll_seconds)
+
+
+_LINGERING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_LINGERING_SECONDS = 3.0
+
+
+@atexit.register
+def _wait_for_lingering() -> None:
+    """Let threads of given-up rounds end while the interpreter still stands.
+
+    They wake up when their partner ends, often at this very time; one that wakes up while the
+    interpreter is taken down takes the whole process with it.
+    """
+    deadline = time.monotonic() + _LINGERING_SECONDS
+    for thread in list(_LINGERING):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _LostContact(Exception):
@@ -246,6 +264,11 @@ class ProcessGroupCoordinator(Coordinator):
             try:
                 thread.start()
                 verdict = self._watch(done)
+                if errors and not dist.is_initialized():
+                    raise CoordinationError(
+                        f"torch.distributed was shut down during {step}: close the pipeline before"
+                        " destroy_process_group"
+                    ) from errors[0]
                 if verdict is None and errors and isinstance(errors[0], _LostContact):
                     verdict = self._find(errors[0])
                 if verdict is not None:
@@ -255,6 +278,7 @@ class ProcessGroupCoordinator(Coordinator):
                     self._tell_interrupted()
                 # The thread lives on until its message is given up, and must do nothing then.
                 give_up()
+                _LINGERING.add(thread)
                 raise
             if errors:
                 raise errors[0]

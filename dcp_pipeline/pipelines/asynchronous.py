@@ -90,7 +90,8 @@ class AsyncSaves:
         # snapshot alone.
         passes = {"staged", "job"}.__contains__ if background.is_process else _is_snapshot
         self._front, self._back = graph.split("stage", passes)
-        self._whole = save_graph(replace(parts, stager=InplaceStager()), nodes)
+        graph = save_graph(replace(parts, stager=InplaceStager()), nodes)
+        self._inplace, _ = graph.split("stage", passes)
         self._remote: RemoteSaves | None = None
         if isinstance(background, ProcessBackground):
             assert isinstance(stager, ArenaStager)
@@ -145,9 +146,10 @@ class AsyncSaves:
         return self.in_flight.make_room(lambda: call.coordinator(False))
 
     def _start(self, coordinator: Coordinator, save: Callable[[], Any]) -> SaveFuture:
-        future, settings = SaveFuture(), self._settings
+        future, settings = SaveFuture(coordinator.world_size == 1), self._settings
         lane = self._lane if coordinator.lane is None else lane_of(coordinator.lane)
-        lane.start(lambda: future.run(save), settings.nice, settings.io_priority)
+        note = self.in_flight.note
+        lane.start(lambda: future.run(save, note), settings.nice, settings.io_priority)
         self.in_flight.add(future)
         return future
 
@@ -191,12 +193,6 @@ class AsyncSaves:
         Args:
             finish: saves in the background: gets what was staged, or what went wrong.
         """
-        if self._remote is not None:
-            raise ConfigError(
-                "an async_stager hands its copies to a thread of this process; with"
-                " background=process the snapshot is taken by stager=shared",
-                "background",
-            )
         failure: Exception | None = None
         staged: Any = None
         try:
@@ -226,25 +222,25 @@ class AsyncSaves:
         return future
 
     def _finish_staged(
-        self, call: AsyncCall, coordinator: Coordinator, staged: Any, failure: Exception | None
+        self, call: AsyncCall, coordinator: Coordinator, state: Any, failure: Exception | None
     ) -> SavedMetadata:
-        for attempt in range(self._settings.retries + 1):
-            job = call.job(self._parts, coordinator)
-            trace = Trace("save", coordinator.rank)
-            inputs = {"state": staged, "job": job}
+        job = call.job(self._parts, coordinator)
+        trace = Trace("save", coordinator.rank)
+        values: dict[str, Any] = {"job": job}
+        # A process needs the copies in shared memory; a thread takes them where they are.
+        front = self._front if self._remote is not None else self._inplace
+        if failure is None:
             try:
-                return complete(self._whole, inputs, job, trace, failure, in_background=True)
+                values = run(front, {"state": state, "job": job}, trace)
             except Exception as error:
-                is_last = attempt == self._settings.retries
-                if is_last or failure is not None or isinstance(error, _NOT_AGAIN):
-                    raise
-                logger.warning("a save in the background is tried again: %s", error)
-                coordinator = call.coordinator(True)
-        raise AssertionError("unreachable")
+                failure = error
+        values = {name: value for name, value in values.items() if _is_snapshot(name)}
+        staged: Entries = values.get("staged", Entries())
+        return self._finish(call, job, values, staged, trace, failure)
 
     def check(self, coordinator: Coordinator) -> None:
         """See :meth:`Pipeline.check`."""
-        problem = None
+        problem: tuple[str, int | None] | None = None
         if self._remote is not None and self.in_flight.is_idle:
             # A save under way says itself what has become of the process.
             problem = self._remote.take_problem()
@@ -256,7 +252,7 @@ class AsyncSaves:
         remote, done = self._remote, SaveFuture()
         if remote is not None:
             lane = self._lane if coordinator.lane is None else lane_of(coordinator.lane)
-            lane.start(lambda: done.run(lambda: remote.prepare(coordinator)))
+            lane.start(lambda: done.run(lambda: remote.prepare(coordinator), lambda error: None))
         stager = self._parts.stager
         if state is not None and isinstance(stager, ArenaStager):
             job = call.job(self._parts, coordinator)

@@ -26,12 +26,16 @@ logger = logging.getLogger("dcp_pipeline")
 class SaveFuture(futures.Future[Any]):
     """A save under way; its result is what the save returns.
 
-    Whoever asks it for its error has seen it: no later call raises that again.
+    Args:
+        is_alone: whether there is one rank. Then whoever asks the future for its error has seen it,
+            and no later call raises it again. With several, not all may have asked, and all have to
+            raise at the same call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_alone: bool = True) -> None:
         super().__init__()
         self.was_seen = False
+        self._is_alone = is_alone
         self._runner: int | None = None
 
     def result(self, timeout: float | None = None) -> Any:
@@ -47,18 +51,22 @@ class SaveFuture(futures.Future[Any]):
 
     def _note_seen(self) -> None:
         # A callback runs in the background, where nobody sees what it reads.
-        self.was_seen |= self.done() and threading.get_ident() != self._runner
+        is_seen = self._is_alone and self.done()
+        self.was_seen |= is_seen and threading.get_ident() != self._runner
 
     def error(self) -> BaseException | None:
         """Its error, once done, without being seen."""
         return super().exception(0)
 
-    def run(self, save: Callable[[], Any]) -> None:
-        """Set the result or the error to what ``save`` ends with."""
+    def run(self, save: Callable[[], Any], on_error: Callable[[BaseException], None]) -> None:
+        """Set the result or the error to what ``save`` ends with; ``on_error`` hears first."""
         self._runner = threading.get_ident()
         try:
             result = save()
         except BaseException as error:
+            # Its frames hold on to the snapshot, for as long as anybody holds the future.
+            _forget_frames(error)
+            on_error(error)
             self.set_exception(error)
         else:
             self.set_result(result)
@@ -83,15 +91,12 @@ class InFlight:
     def add(self, save: SaveFuture) -> None:
         """One more is under way."""
         self._saves.append(save)
-        save.add_done_callback(self._note)
 
-    def _note(self, save: futures.Future[Any]) -> None:
-        assert isinstance(save, SaveFuture)
-        error = save.error()
-        if error is not None:
-            self.failures += 1
-            log = logger.warning if self._settings.on_error == "warn" else logger.error
-            log("a save in the background failed: %s", error)
+    def note(self, error: BaseException) -> None:
+        """A save has failed; nobody may ever ask what became of it."""
+        self.failures += 1
+        log = logger.warning if self._settings.on_error == "warn" else logger.error
+        log("a save in the background failed: %s", error)
 
     def make_room(self, coordinator: Callable[[], Coordinator]) -> bool:
         """Before a further save; whether it may be made.
@@ -142,11 +147,11 @@ class InFlight:
         failed = [self._settled + place for place, save in enumerate(self._saves) if _is_news(save)]
         return json.dumps({"done": done, "failed": failed}).encode()
 
-    def check(self, coordinator: Coordinator, problem: str | None) -> None:
+    def check(self, coordinator: Coordinator, problem: tuple[str, int | None] | None) -> None:
         """On all ranks together: raise what has failed so far on any of them, without waiting.
 
         Args:
-            problem: what is wrong with this rank's background process.
+            problem: what is wrong with this rank's background process, and its exit code.
 
         Raises:
             CheckpointException: a save failed, or a background process died.
@@ -169,8 +174,8 @@ class InFlight:
             self._settle_up_to(answer["failed"])
         if answer["problems"] and self._settings.on_error == "raise":
             died: Failures = {
-                int(rank): (BackgroundDiedError(text), traceback.StackSummary())
-                for rank, text in answer["problems"].items()
+                int(rank): (BackgroundDiedError(text, code), traceback.StackSummary())
+                for rank, (text, code) in answer["problems"].items()
             }
             raise joint_error("check", died, coordinator.rank)
 
@@ -225,6 +230,18 @@ class InFlight:
     def is_idle(self) -> bool:
         """Whether every save has ended."""
         return all(save.done() for save in self._saves)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the local variables behind an error and those that it came from."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        found = pending.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            pending += [found.__cause__, found.__context__]
 
 
 def _is_news(save: SaveFuture) -> bool:

@@ -12,7 +12,7 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dcp_pipeline.background.base import ProcessBackground
@@ -21,12 +21,13 @@ from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.coordination.errors import error_to_record
 from dcp_pipeline.coordination.exchange import failure_of
 from dcp_pipeline.core.coordinator import Coordinator
-from dcp_pipeline.core.errors import BackgroundDiedError, CoordinationError
+from dcp_pipeline.core.errors import BackgroundDiedError, ConfigError, CoordinationError
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.graph.trace import NodeTiming, Trace
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.saved import SavedMetadata
 from dcp_pipeline.pipelines.serving import Done, Failed, Join, Save, Serve, Serving, describe
+from dcp_pipeline.pipelines.steps.save_commit import remove_dead_files
 from dcp_pipeline.staging.arena import ArenaSnapshot, ArenaStager
 from dcp_pipeline.types.entries import Entries
 from dcp_pipeline.types.exceptions import CheckpointException, Failures, joint_error
@@ -81,7 +82,11 @@ class RemoteSaves:
             outcome = self._ask(job, staged, trace, failure)
         except Exception as error:
             outcome = error
-        self._compare(coordinator, outcome)
+        try:
+            self._compare(coordinator, outcome)
+        finally:
+            if isinstance(outcome, BackgroundDiedError):
+                remove_dead_files(job)
         if isinstance(outcome, CheckpointException):
             raise outcome
         if isinstance(outcome, Exception):
@@ -148,23 +153,28 @@ class RemoteSaves:
             is_alone=coordinator.world_size == 1,
             coordinator_rank=coordinator.coordinator_rank,
             notes=dict(job.notes),
-            guard=None if job.guard is None else pickle.dumps(job.guard),
             empty=job.empty,
-            failure=None if failure is None else error_to_record(failure),
+            buffers=self._stager.numbers(),
         )
         descriptor = -1
-        if isinstance(staged, ArenaSnapshot):
-            staged.wait()
-            buffer = staged.arena.buffer
-            save.entries = describe(staged)
-            save.buffer, save.nbytes = buffer.number, buffer.data.numel()
-            save.buffers = self._stager.numbers()
-            descriptor = -1 if buffer.number in self._sent else buffer.descriptor
+        try:
+            save.guard = _sendable(job.guard) if coordinator.is_coordinator else None
+            if isinstance(staged, ArenaSnapshot):
+                staged.wait()
+                buffer = staged.arena.buffer
+                save.entries = pickle.dumps(describe(staged))
+                save.buffer, save.nbytes = buffer.number, buffer.data.numel()
+                descriptor = -1 if buffer.number in self._sent else buffer.descriptor
+        except Exception as error:
+            # The process takes part all the same, so that the others hear of it.
+            failure = failure or error
+        save.failure = None if failure is None else error_to_record(failure)
         answer: Done | Failed = worker.request(save, descriptor)
-        if save.buffer >= 0:
-            self._sent.add(save.buffer)
         if isinstance(answer, Done):
+            self._sent.add(save.buffer)
             return answer
+        # It may have failed to map the buffer.
+        self._sent.discard(save.buffer)
         own = failure if failure is not None and coordinator.rank in answer.records else None
         records = {str(rank): record for rank, record in answer.records.items()}
         raise failure_of("save", records, own, coordinator.rank)
@@ -186,13 +196,13 @@ class RemoteSaves:
             }
             raise joint_error("background", failures, coordinator.rank)
 
-    def take_problem(self) -> str | None:
-        """What is wrong with the process of this rank, if nobody was told yet."""
+    def take_problem(self) -> tuple[str, int | None] | None:
+        """What is wrong with this rank's process, if nobody was told yet, and its exit code."""
         worker = self._worker
         if worker is None or worker.is_alive or self._has_told:
             return None
         self._has_told = True
-        return f"the background process {worker.pid} died, {worker.ending}"
+        return f"the background process {worker.pid} died, {worker.ending}", worker.exit_code
 
     def close(self) -> None:
         """End the process for good, also one that is just being started."""
@@ -205,6 +215,15 @@ class RemoteSaves:
         self._lane, self._sent = None, set()
         if worker is not None:
             worker.close()
+
+
+def _sendable(guard: Callable[[], None] | None) -> bytes | None:
+    try:
+        return None if guard is None else pickle.dumps(guard)
+    except Exception as error:
+        raise ConfigError(
+            f"a background process cannot be sent this guard: {error}", "background"
+        ) from error
 
 
 def _share(coordinator: Coordinator, step: str, value: Any) -> list[Any]:

@@ -57,7 +57,7 @@ class Save:
         coordinator_rank, notes, empty: as in :class:`SaveJob`.
         guard: the same, pickled.
         failure: what went wrong before, as it travels between ranks.
-        entries: the snapshot, see :func:`describe`.
+        entries: the snapshot, see :func:`describe`; pickled.
         buffer, nbytes: number and size of the buffer that it lies in, -1 for none.
         buffers: numbers of all buffers that are still there.
     """
@@ -66,10 +66,10 @@ class Save:
     is_alone: bool
     coordinator_rank: int
     notes: dict[str, Any]
-    guard: bytes | None
     empty: list[tuple[Path, str]]
-    failure: dict[str, Any] | None
-    entries: list[tuple[Any, ...]] = field(default_factory=list)
+    guard: bytes | None = None
+    failure: dict[str, Any] | None = None
+    entries: bytes = b""
     buffer: int = -1
     nbytes: int = 0
     buffers: set[int] = field(default_factory=set)
@@ -133,10 +133,11 @@ class Serving:
 
     def _save(self, request: Save, descriptor: int) -> Done | Failed:
         failure = None if request.failure is None else error_from_record(request.failure)[0]
-        staged = Entries()
+        staged, guard = Entries(), None
         try:
             staged = self._attach(request, descriptor)
-        except (OSError, ValueError, RuntimeError) as error:
+            guard = None if request.guard is None else pickle.loads(request.guard)
+        except Exception as error:
             # The other processes have to hear of it.
             failure = failure or error
         coordinator = self._parts.coordination.coordinator(
@@ -144,8 +145,7 @@ class Serving:
         )
         directory = self._parts.storage.open(request.location)
         job = SaveJob(self._parts, coordinator, directory, request.notes, empty=request.empty)
-        if request.guard is not None:
-            job.guard = pickle.loads(request.guard)
+        job.guard = guard
         trace = Trace("save", coordinator.rank)
         inputs = {"staged": staged, "job": job}
         try:
@@ -167,7 +167,7 @@ class Serving:
             self._mapped[request.buffer] = torch.frombuffer(mapping, dtype=torch.uint8)
         if request.buffer < 0:
             return Entries()
-        return _attached(request.entries, self._mapped[request.buffer])
+        return _attached(pickle.loads(request.entries), self._mapped[request.buffer])
 
     def close(self) -> None:
         """Give back the storage; the group goes with the process."""

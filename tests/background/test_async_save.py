@@ -25,6 +25,7 @@ from dcp_pipeline import (
     AsyncCheckpointerType,
     AsyncSaveResponse,
     BackgroundDiedError,
+    CheckpointError,
     ConcurrentSaveError,
     ConfigError,
     CoordinationError,
@@ -284,6 +285,10 @@ def test_t20_the_next_call_raises(
     assert isinstance(caught.value, dcp.CheckpointException)
     assert not (tmp_path / "a").exists() or list((tmp_path / "a").iterdir()) == []
     # It is raised once; then everything goes on.
+    if then == "close":
+        with pytest.raises(CheckpointError, match="closed"):
+            pipeline.async_save(state, tmp_path / "c")
+        pipeline = pipeline_of(background)
     pipeline.async_save(state, tmp_path / "c")
     pipeline.close()
     assert dcp_pipeline.load_keys(tmp_path / "c")["w"].tolist() == [1, 1, 1]
@@ -336,21 +341,45 @@ def test_a_state_that_cannot_be_stored_raises_at_once(tmp_path: Path, background
 
 
 class Failing:
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
     def state_dict(self) -> dict[str, Any]:
-        raise ValueError("no state today")
+        if self.fails:
+            raise ValueError("no state today")
+        return {"x": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise AssertionError
 
 
+def guard() -> None:
+    """Lets everything pass, and can be sent to a process."""
+
+
 def one_cannot(path: Path, background: str) -> None:
     rank = dist.get_rank()
+    part = Failing(fails=False)
+    state = {f"x{rank}": torch.ones(2), "part": part}
     with pipeline_of(background) as pipeline:
-        state = {"x": Failing()} if rank == 1 else {"x": torch.ones(2)}
-        saving = pipeline.async_save(state, path / "a")
-        with pytest.raises(ValueError, match=r"rank 1: ValueError: no state today"):
-            saving.result()
-        pipeline.async_save({f"x{rank}": torch.ones(2)}, path / "b").result()
+        pipeline.async_save(state, path / "0", guard=guard).result()
+        for number in range(2):
+            part.fails = rank == 1
+            saving = pipeline.async_save(state, path / "a", guard=guard)
+            with pytest.raises(ValueError, match=r"rank 1: ValueError: no state today"):
+                saving.result()
+            with pytest.raises(ValueError, match="no state today"):
+                pipeline.check()
+            part.fails = False
+            pipeline.async_save(state, path / f"b{number}", guard=guard).result()
+        if background == "process":
+            # What cannot be sent on one rank is told to all, and the next save works.
+            local = (lambda: None) if rank == 0 else guard
+            with pytest.raises(ConfigError, match=r"rank 0: .*this guard"):
+                pipeline.async_save(state, path / "c", guard=local).result()
+            with pytest.raises(ConfigError):
+                pipeline.wait()
+            pipeline.async_save(state, path / "d", guard=guard).result()
     assert not (path / "a" / "manifest.json").exists()
 
 
@@ -364,7 +393,10 @@ def full_disk(path: Path, background: str, in_flight: int, then: str) -> None:
     register_troubled()
     pipeline = troubled_pipeline(background, path, times=1, on_rank=1, max_in_flight=in_flight)
     state = {f"w{rank}": torch.ones(3)}
-    pipeline.async_save(state, path / "a")
+    saving = pipeline.async_save(state, path / "a")
+    if rank == 1:
+        # That one rank has asked is no reason for the others to be left alone with it.
+        assert saving.exception() is not None
     calls = {
         "save": lambda: pipeline.save(state, path / "b"),
         "async_save": lambda: [pipeline.async_save(state, path / f"b{n}") for n in range(4)],
@@ -374,6 +406,7 @@ def full_disk(path: Path, background: str, in_flight: int, then: str) -> None:
     with pytest.raises(StorageError, match=r"rank 1: .*No space left"):
         calls[then]()
     pipeline.save(state, path / "c")
+    pipeline.async_save(state, path / "d") if then != "close" else None
     pipeline.close()
     dist.barrier()
     assert not [name for name in os.listdir(path / "a") if name.endswith(".distcp")]
@@ -450,9 +483,10 @@ def dying_idle(path: Path) -> None:
         if rank == 1:
             (child,) = own_processes()
             child.kill()
-        with pytest.raises(BackgroundDiedError, match=r"rank 1: .*died"):
+        with pytest.raises(BackgroundDiedError, match=r"rank 1: .*died") as caught:
             while True:
                 pipeline.check()
+        assert caught.value.exit_code == -9
         pipeline.check()
         pipeline.async_save(state, path / "b").result()
         pipeline.check()
@@ -719,9 +753,24 @@ def test_torchs_stager_and_their_planner_and_writer(tmp_path: Path) -> None:
     stager.close()
 
 
-def test_a_stager_of_dcp_and_a_process_do_not_go_together(tmp_path: Path) -> None:
-    with pipeline_of("process") as pipeline, pytest.raises(ConfigError, match="async_stager"):
-        pipeline.async_save({}, tmp_path, async_stager=Counting())
+def test_a_stager_of_a_user_and_a_process(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4), "n": 3}
+    with pipeline_of("process") as pipeline:
+        saving = pipeline.async_save(state, tmp_path, async_stager=Counting())
+        state["w"].zero_()
+        assert isinstance(saving, Future)
+        saving.result()
+    assert dcp_pipeline.load_keys(tmp_path)["w"].tolist() == [1] * 4
+
+
+def test_a_planner_of_dcps_and_a_process_do_not_go_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="save in a thread"):
+        dcp_pipeline.async_save(
+            {},
+            checkpoint_id=tmp_path,
+            planner=dcp.DefaultSavePlanner(),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
 
 
 # What cannot be

@@ -30,7 +30,7 @@ from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.types.exceptions import CheckpointException
 
-__all__ = ["commit", "publish", "versions"]
+__all__ = ["commit", "publish", "remove_dead_files", "versions"]
 
 logger = logging.getLogger("dcp_pipeline")
 
@@ -226,6 +226,22 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
+
+
+def remove_dead_files(job: SaveJob) -> None:
+    """Delete what saves have left whose processes are gone; never raises."""
+    directory, layout = job.directory, job.parts.layout
+
+    def needed() -> set[str]:
+        if not directory.exists(layout.record):
+            return set()
+        return names_in(Manifest.decode(directory.read(layout.record)))
+
+    try:
+        stale_after = job.parts.storage.stale_after
+        directory.delete(dead_names(directory, needed, stale_after, layout.save_of))
+    except (CheckpointError, OSError) as error:
+        logger.warning("files in %s could not be removed: %s", directory.location, error)
 
 
 def _tidy(job: SaveJob, plan: CoordinatorPlan, record: bytes) -> None:
