@@ -136,3 +136,21 @@ def test_torch_stays_out(program: str) -> None:
         [sys.executable, "-c", f"{program}\n{check}"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_runs_as_a_module() -> None:
+    def ended(*command: str) -> tuple[int, str, str]:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    for arguments, code in ((["recipes", "--json"], 0), (["ls", "/nowhere"], 1), (["--help"], 0)):
+        by_module = ended("-m", "dcp_pipeline", *arguments)
+        assert by_module == ended("-m", "dcp_pipeline.cli.main", *arguments)
+        assert by_module[0] == code
+    free = (
+        "import runpy, sys\nsys.argv[1:] = ['recipes']\n"
+        "try:\n    runpy.run_module('dcp_pipeline', run_name='__main__')\n"
+        "except SystemExit as exit:\n    assert not exit.code\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    assert ended("-c", free)[0] == 0
