@@ -116,7 +116,9 @@ def storage_dtype(dtype_name: str) -> tuple[str, tuple[int, ...]]:
     if dtype_name in _PAIRS:
         return _PAIRS[dtype_name], (2,)
     if dtype_name not in _CODES:
-        raise UnsupportedLeafError(f"a tensor of torch.{dtype_name} cannot be put in safetensors")
+        raise UnsupportedLeafError(
+            f"a tensor of torch.{dtype_name}, which cannot be put in safetensors"
+        )
     return _CODES[dtype_name], ()
 
 

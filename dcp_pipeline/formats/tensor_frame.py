@@ -108,7 +108,7 @@ def frame_tensor(dtype: torch.dtype, sizes: Sequence[int]) -> ZipFrame:
 def _frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> ZipFrame:
     parts = _PICKLE_PARTS.get(dtype)
     if parts is None:
-        raise UnsupportedLeafError(f"a tensor of {dtype} cannot be stored by torch_save")
+        raise UnsupportedLeafError(f"a tensor of {dtype}, which cannot be stored by torch_save")
     before_numel, after_strides, itemsize, counts_bytes = parts
     numel, strides = 1, []
     for size in reversed(sizes):

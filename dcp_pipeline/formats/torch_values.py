@@ -40,7 +40,7 @@ def write_value(value: object) -> bytes:
         torch.save(value, buffer)
     except Exception as error:  # pickling runs code of any class, which may raise anything
         raise UnsupportedLeafError(
-            f"a {_type_name(value)} cannot be saved: {type(error).__name__}: {error}"
+            f"a {_type_name(value)}, which cannot be saved: {type(error).__name__}: {error}"
         ) from error
     return buffer.getvalue()
 
@@ -93,7 +93,7 @@ def check_readable(value: object, safe_globals: Sequence[object] = ()) -> bytes:
         read_value(data, safe_globals=safe_globals)
     except CheckpointError as error:
         raise UnsupportedLeafError(
-            f"a {_type_name(value)} would not be read back: {error}"
+            f"a {_type_name(value)}, which would not be read back: {error}"
         ) from error
     return data
 

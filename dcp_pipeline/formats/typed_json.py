@@ -97,10 +97,10 @@ class _Encoder:
         self._nodes += 1
         if depth > _MAX_DEPTH:
             raise UnsupportedLeafError(
-                f"a value is nested more than {_MAX_DEPTH} deep, or contains itself"
+                f"a value that is nested more than {_MAX_DEPTH} deep, or contains itself"
             )
         if self._nodes > _MAX_NODES:
-            raise UnsupportedLeafError(f"a value has more than {_MAX_NODES} parts")
+            raise UnsupportedLeafError(f"a value of more than {_MAX_NODES} parts")
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -158,9 +158,8 @@ class _Encoder:
             if kind is torch.device:
                 return {"$torch.device": str(value)}
         raise UnsupportedLeafError(
-            f"a {kind.__module__}.{kind.__qualname__} cannot be written as typed JSON".replace(
-                "builtins.", ""
-            )
+            f"a {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+            + ", which cannot be written as typed JSON"
         )
 
 
@@ -168,7 +167,7 @@ def _check_hashes(keys: Iterable[Any]) -> None:
     try:
         EqualHashes().add(keys)
     except UnsafeCheckpointError as error:
-        raise UnsupportedLeafError(f"a value would not be read back: {error}") from error
+        raise UnsupportedLeafError(f"a value that would not be read back: {error}") from error
 
 
 def _has_surrogates(text: str) -> bool:
