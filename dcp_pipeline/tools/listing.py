@@ -139,7 +139,7 @@ def _describe(directory: Directory, found: Found, name: str) -> CheckpointInfo:
 
 def _wrong_sizes(directory: Directory, found: Found, manifest: Manifest) -> str:
     """The first file that is missing or has another size than was written, empty if none is."""
-    named = {entry.name for entry in (*manifest.files, *manifest.sums)}
+    named = {file.name for file in manifest.files} | {sums.name for sums in manifest.sums}
     files = [file for file in files_of(directory, found, manifest) if file.name in named]
     return next((file.problem for file in files if file.problem), "")
 
