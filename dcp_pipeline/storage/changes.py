@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["FileChanges", "close_noted", "open_noted"]
+__all__ = ["FileChanges", "Opened", "close_noted", "open_noted"]
 
 _IOV_MAX = 1024
 
@@ -25,6 +25,13 @@ def _load_fallocate() -> ctypes._NamedFuncPointer | None:
     function = ctypes.CDLL(None, use_errno=True).fallocate
     function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return function
+
+
+class Opened(list[int]):
+    """Descriptors that are closed with the last one who could have closed them."""
+
+    def __del__(self) -> None:
+        close_noted(self)
 
 
 def open_noted(opened: list[int], path: str, flags: int, mode: int = 0o777) -> None:
@@ -156,7 +163,7 @@ class FileChanges:
 
     def sync_directory(self, path: str) -> None:
         """Make the entries of a directory durable."""
-        opened: list[int] = []
+        opened = Opened()
         try:
             open_noted(opened, path, os.O_RDONLY | os.O_DIRECTORY)
             os.fsync(opened[0])

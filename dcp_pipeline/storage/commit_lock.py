@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 from dcp_pipeline.core.errors import ConcurrentSaveError, StorageError
 from dcp_pipeline.core.liveness import ProcessIdentity, forget, give_up, is_given_up
-from dcp_pipeline.storage.changes import FileChanges, close_noted, open_noted
+from dcp_pipeline.storage.changes import FileChanges, Opened, close_noted, open_noted
 
 __all__ = ["LOCK", "CommitLock"]
 
@@ -200,7 +200,7 @@ class CommitLock:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
         """Keep other processes from breaking the lock; whether that is so, or cannot be had."""
-        opened: list[int] = []
+        opened = Opened()
         try:
             open_noted(opened, self._directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
