@@ -194,13 +194,14 @@ def in_a_row(path: Path, background: str, in_flight: int) -> list[float]:
 
 
 @pytest.mark.parametrize("background", ALWAYS)
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_t23_three_saves_in_a_row(
     ranks: Pool, tmp_path: Path, background: str, in_flight: int
 ) -> None:
     assert ranks(2).run(in_a_row, tmp_path, background, in_flight) == [[0, 1, 2]] * 2
 
 
+@pytest.mark.slow
 def test_in_a_row_on_three_ranks(ranks: Pool, tmp_path: Path) -> None:
     assert ranks(3).run(in_a_row, tmp_path, "process", 2) == [[0, 1, 2]] * 3
 
@@ -468,7 +469,7 @@ def dying(path: Path, then: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("then", ["check", "async_save"])
+@pytest.mark.parametrize("then", ["check", pytest.param("async_save", marks=pytest.mark.slow)])
 def test_t19_a_process_that_dies_in_a_save(ranks: Pool, tmp_path: Path, then: str) -> None:
     first, second = ranks(2).run(dying, tmp_path, then)
     assert first == second
@@ -632,6 +633,7 @@ def warmed_up(path: Path) -> None:
         pipeline.async_save({f"w{rank}": torch.ones(4)}, path).result()
 
 
+@pytest.mark.slow
 def test_warm_up_on_ranks(ranks: Pool, tmp_path: Path) -> None:
     ranks(2).run(warmed_up, tmp_path)
 

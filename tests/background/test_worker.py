@@ -108,7 +108,7 @@ def program(path: Path, background: str, end: str) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.parametrize("background", ["thread", "process"])
+@pytest.mark.parametrize("background", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("end", ["return", "raise SystemExit(3)", "1 / 0"])
 def test_a_program_that_ends_without_closing_waits(
     tmp_path: Path, background: str, end: str

@@ -97,7 +97,7 @@ def test_t81_a_signal_to_one_rank_in_the_middle_of_a_step(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{saved[0][0]}"]
 
 
-@pytest.mark.parametrize("background", ["thread", "process"])
+@pytest.mark.parametrize("background", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_t81_with_saves_in_the_background(tmp_path: Path, background: str) -> None:
     """Also the processes beside the rank get the signal, as where a scheduler sends it to all."""
     job = start(tmp_path, 2, 0.0, background)
@@ -118,6 +118,7 @@ def test_t81_with_saves_in_the_background(tmp_path: Path, background: str) -> No
     }
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher(tmp_path: Path) -> None:
     """It passes the signal on to all ranks, and kills what is left after its own grace period."""
     job = start(tmp_path, 1000, 0.0)
@@ -129,7 +130,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{saved[0][0]}"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_signals_in_the_middle_of_a_save(tmp_path: Path, rank: int) -> None:
     """The save goes on, however often it is said; one more is made at the next step."""
     job = start(tmp_path, 4, 1.0)
@@ -145,7 +146,7 @@ def test_signals_in_the_middle_of_a_save(tmp_path: Path, rank: int) -> None:
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-4", "step-5"}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_interrupt_at_the_keyboard_in_the_middle_of_a_save(tmp_path: Path, rank: int) -> None:
     job = start(tmp_path, 4, 1.0)
     pid = pid_in(tmp_path / f"saving-{rank}", job)

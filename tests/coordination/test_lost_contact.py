@@ -93,7 +93,7 @@ def rounds(here: Coordinator) -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize("does", ["end", "wait"])
+@pytest.mark.parametrize("does", ["end", pytest.param("wait", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("step", ["exchange", "broadcast", "read"])
 def test_the_right_one_is_named(ranks: Pool, victim: int, does: str, step: str) -> None:

@@ -56,5 +56,10 @@ def test_a_save_between_any_two_lines_leaves_nothing(memory_path: Path, first: i
     assert interrupt_saves_at_lines(memory_path, 6, first) == []
 
 
+def test_a_load_between_some_lines_leaves_nothing(memory_path: Path) -> None:
+    assert interrupt_loads_at_lines(memory_path, 7) == []
+
+
+@pytest.mark.slow
 def test_a_load_between_any_two_lines_leaves_nothing(memory_path: Path) -> None:
     assert interrupt_loads_at_lines(memory_path, 1) == []

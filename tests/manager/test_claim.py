@@ -224,6 +224,7 @@ def test_two_jobs(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-4"]
 
 
+@pytest.mark.slow
 def test_jobs_that_start_at_once(tmp_path: Path) -> None:
     jobs = [Job(tmp_path) for _ in range(3)]
     try:
