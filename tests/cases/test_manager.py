@@ -410,6 +410,7 @@ def lose_in_the_middle(root: Path, what: str) -> tuple[list[str], str]:
     """The directory goes when the data are written and nothing is committed yet."""
 
     def lose(receipt: Any) -> None:
+        dist.barrier()  # no rank writes any more
         if dist.get_rank() == 1 and (root / "step-2").exists():
             shutil.rmtree(root / what)
 
