@@ -28,7 +28,7 @@ format: $(SET_UP)
 	$(BIN)/ruff check --fix .
 
 test: lint
-	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist worksteal
 
 test-all: lint
 	$(BIN)/pytest

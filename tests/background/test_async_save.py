@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import logging
 import os
 import threading
 import time
@@ -148,7 +147,6 @@ def test_what_lands_is_what_a_synchronous_save_writes(
     assert dcp_pipeline.verify(tmp_path / "async").is_well
 
 
-@pytest.mark.parametrize("background", ALWAYS)
 def test_plain_dcp_reads_it(tmp_path: Path, background: str) -> None:
     with pipeline_of(background) as pipeline:
         pipeline.async_save({"w": torch.arange(6.0), "step": 3}, tmp_path)
@@ -193,7 +191,6 @@ def in_a_row(path: Path, background: str, in_flight: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("background", ALWAYS)
 @pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_t23_three_saves_in_a_row(
     ranks: Pool, tmp_path: Path, background: str, in_flight: int
@@ -315,7 +312,6 @@ def test_a_callback_does_not_count_as_seen(tmp_path: Path) -> None:
     pipeline.close()
 
 
-@pytest.mark.parametrize("background", ALWAYS)
 def test_retries_and_warnings(
     tmp_path: Path, background: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,7 +380,6 @@ def one_cannot(path: Path, background: str) -> None:
     assert not (path / "a" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("background", ALWAYS)
 def test_one_rank_has_no_state(ranks: Pool, tmp_path: Path, background: str) -> None:
     ranks(2).run(one_cannot, tmp_path, background)
 
@@ -493,6 +488,7 @@ def dying_idle(path: Path) -> None:
         pipeline.check()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_between_saves(ranks: Pool, tmp_path: Path) -> None:
     ranks(2).run(dying_idle, tmp_path)
 
@@ -575,7 +571,7 @@ def resident(process: psutil.Process) -> int:
     return int(process.memory_full_info().rss)
 
 
-@pytest.mark.parametrize("background", ALWAYS)
+@pytest.mark.parametrize("background", [pytest.param("thread", marks=pytest.mark.slow), "process"])
 def test_t26_memory_is_flat(tmp_path: Path, background: str) -> None:
     state = {f"w{number}": torch.ones(1 << 20) for number in range(8)}  # 32 MiB
     process, children, sizes = psutil.Process(), [], []
@@ -652,7 +648,6 @@ def test_closing_gives_up_in_time(tmp_path: Path, background: str) -> None:
     (tmp_path / "gate").touch()
 
 
-@pytest.mark.parametrize("background", ALWAYS)
 def test_an_exception_that_unwinds_stays(tmp_path: Path, background: str) -> None:
     with (
         pytest.raises(ZeroDivisionError),
@@ -812,6 +807,3 @@ def test_what_cannot_be_sent_to_a_process_is_named(tmp_path: Path) -> None:
     with Pipeline(PipelineConfig(background="process"), save_nodes=[node]) as pipeline:
         with pytest.raises(ConfigError, match="importable by their names"):
             pipeline.async_save({"w": torch.ones(2)}, tmp_path).result()
-
-
-logging.getLogger("dcp_pipeline").setLevel(logging.INFO)

@@ -25,9 +25,8 @@ def killed_everywhere(path: Path, *arguments: str) -> list[dict[str, Any]]:
     return reports
 
 
-@pytest.mark.parametrize(
-    "serialization", ["torch_save", pytest.param("safetensors", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
 def test_a_save_over_a_checkpoint_killed_at_any_change(tmp_path: Path, serialization: str) -> None:
     reports = killed_everywhere(tmp_path, serialization, "again")
     for report in reports:

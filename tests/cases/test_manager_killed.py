@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("foreground", marks=pytest.mark.slow), "background"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["foreground", "background"])
 def test_killed_at_every_change(tmp_path: Path, mode: str) -> None:
     command = [sys.executable, "-m", "tests.cases.manager_killed", str(tmp_path), mode]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -130,7 +130,8 @@ def test_a_signal_to_the_launcher(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{saved[0][0]}"]
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_signals_in_the_middle_of_a_save(tmp_path: Path, rank: int) -> None:
     """The save goes on, however often it is said; one more is made at the next step."""
     job = start(tmp_path, 4, 1.0)
@@ -146,7 +147,8 @@ def test_signals_in_the_middle_of_a_save(tmp_path: Path, rank: int) -> None:
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-4", "step-5"}
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_an_interrupt_at_the_keyboard_in_the_middle_of_a_save(tmp_path: Path, rank: int) -> None:
     job = start(tmp_path, 4, 1.0)
     pid = pid_in(tmp_path / f"saving-{rank}", job)

@@ -94,8 +94,10 @@ def rounds(here: Coordinator) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("does", ["end", pytest.param("wait", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("step", ["exchange", "broadcast", "read"])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "step", ["exchange", "broadcast", pytest.param("read", marks=pytest.mark.slow)]
+)
 def test_the_right_one_is_named(ranks: Pool, victim: int, does: str, step: str) -> None:
     # In the tree of 4 ranks 3 hears from 2, and all others from 0.
     found = ranks(4).outcomes(lose, victim, does, step, seconds=60)
@@ -124,7 +126,15 @@ def come(missing: list[int]) -> str:
     return "came together"
 
 
-@pytest.mark.parametrize("missing", [[0], [2], [1, 3]], ids=str)
+@pytest.mark.parametrize(
+    "missing",
+    [
+        pytest.param([0], marks=pytest.mark.slow),
+        [2],
+        pytest.param([1, 3], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_those_that_do_not_come_are_named(ranks: Pool, missing: list[int]) -> None:
     found = ranks(4).outcomes(come, missing, seconds=60)
     named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-SCENES = [("ours", "torch_save"), ("nothing", "safetensors")]
+SCENES = [
+    pytest.param("ours", "torch_save", marks=pytest.mark.slow),
+    ("nothing", "safetensors"),
+]
 
 
 @pytest.mark.parametrize(("start", "serialization"), SCENES)

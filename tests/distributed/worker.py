@@ -21,6 +21,8 @@ _GROUP_TIMEOUT = timedelta(seconds=60)
 def main(rank: int, descriptor: int, port: int) -> None:
     """Answer calls until the pool closes the connection."""
     faulthandler.register(signal.SIGUSR1)
+    # A shell that starts the tests in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     connection = Connection(descriptor)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_GROUP_TIMEOUT)

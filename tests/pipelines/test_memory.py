@@ -52,6 +52,7 @@ def measured(action: str, path: Path, **config: object) -> int:
     return int(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_memory_beyond_the_state(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     assert measured("save", path) <= ALLOWED

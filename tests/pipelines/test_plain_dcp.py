@@ -40,7 +40,7 @@ def read(reader: str, path: Path) -> dict[str, Any]:
     return full(state)
 
 
-@pytest.mark.parametrize("saved_on", [1, 2, 4])
+@pytest.mark.parametrize("saved_on", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("writer", "reader"), [("ours", "dcp"), ("dcp", "ours"), ("ours", "ours")])
 def test_fsdp2_and_adamw_on_the_same_and_other_numbers_of_ranks(
     ranks: Pool, tmp_path: Path, writer: str, reader: str, saved_on: int
