@@ -38,6 +38,7 @@ def test_a_save_killed_at_every_change(
         assert kinds["before"] == {*vars(FileChanges)} - NOT_MADE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "serialization"), OTHERS)
 def test_a_save_killed_at_some_changes(
     crash: Callable[..., Any], tmp_path: Path, start: str, serialization: str

@@ -27,12 +27,14 @@ def test_the_power_is_lost_in_a_save(
     check(crash, "blackout:lose_power", str(tmp_path), start, serialization)
 
 
+@pytest.mark.slow
 def test_the_power_is_lost_in_a_save_of_two_ranks(
     crash: Callable[..., Any], tmp_path: Path
 ) -> None:
     check(crash, "blackout:lose_power_of_ranks", str(tmp_path), "ours", "torch_save")
 
 
+@pytest.mark.slow
 def test_the_power_is_lost_after_a_save_that_was_killed_early(
     crash: Callable[..., Any], tmp_path: Path
 ) -> None:

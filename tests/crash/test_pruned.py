@@ -18,6 +18,7 @@ def test_prune_after_a_save_that_was_killed(
     assert len(found["points"]) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
 def test_the_power_is_lost_after_prune(
     crash: Callable[..., Any], tmp_path: Path, serialization: str

@@ -75,6 +75,7 @@ def test_lost_anywhere(
         assert forked("lost:lose", str(tmp_path / str(number)), scenes) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_the_host_of_the_store_is_lost_before_they_met(
     forked: Callable[..., Any], tmp_path: Path, how: str
