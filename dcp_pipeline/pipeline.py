@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +13,11 @@ from typing import Any
 from dcp_pipeline.config.compose import compose, load_mapping
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.core.coordinator import Coordinator
-from dcp_pipeline.core.errors import CheckpointError, ConfigError, RollbackFailedError, StateError
+from dcp_pipeline.core.errors import CheckpointError, RollbackFailedError
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.graph.trace import Trace
+from dcp_pipeline.pipelines.arguments import as_text, checked_notes
 from dcp_pipeline.pipelines.asynchronous import AsyncCall, AsyncSaves, left_out
 from dcp_pipeline.pipelines.complete import complete
 from dcp_pipeline.pipelines.job import SaveJob
@@ -133,8 +133,8 @@ class Pipeline:
         """
         self.wait()
         coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
-        directory = self._parts.storage.open(_as_text(checkpoint_id))
-        job = SaveJob(self._parts, coordinator, directory, _checked_notes(notes), guard)
+        directory = self._parts.storage.open(as_text(checkpoint_id))
+        job = SaveJob(self._parts, coordinator, directory, checked_notes(notes), guard)
         trace = Trace("save", coordinator.rank)
         return complete(self.save_graph, {"state": state, "job": job}, job, trace)
 
@@ -290,8 +290,8 @@ class Pipeline:
                 process_group, no_dist, coordinator_rank, in_background
             )
 
-        directory = self._parts.storage.open(_as_text(checkpoint_id))
-        return AsyncCall(directory, coordinator, _checked_notes(notes), guard)
+        directory = self._parts.storage.open(as_text(checkpoint_id))
+        return AsyncCall(directory, coordinator, checked_notes(notes), guard)
 
     def load(
         self,
@@ -315,7 +315,7 @@ class Pipeline:
             CheckpointException: on every rank, if any failed. All that had changed was put back.
         """
         coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
-        directory = self._parts.storage.open(_as_text(checkpoint_id))
+        directory = self._parts.storage.open(as_text(checkpoint_id))
         for attempt in range(_ATTEMPTS):
             job = LoadJob(self._parts, coordinator, directory, Rollback(self.config.rollback))
             trace = Trace("load", coordinator.rank)
@@ -394,18 +394,3 @@ def _undo(job: LoadJob, error: BaseException) -> None:
         job.rollback.run(job.template)
     except RollbackFailedError as failed:
         error.add_note(str(failed))
-
-
-def _checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
-    try:
-        checked: dict[str, Any] = json.loads(json.dumps(dict(notes or {}), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise StateError(f"the notes of a checkpoint are plain JSON data: {error}") from error
-    return checked
-
-
-def _as_text(checkpoint_id: str | os.PathLike[str]) -> str:
-    text = os.fspath(checkpoint_id)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"checkpoint_id has to be a path or a URI, found {checkpoint_id!r}")
-    return text

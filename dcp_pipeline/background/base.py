@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from dcp_pipeline.background.config import BackgroundConfig
 from dcp_pipeline.background.worker import Worker
 
-__all__ = ["Background", "ProcessBackground", "Settings", "ThreadBackground"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How asynchronous saves behave; the fields of every kind's config.
-
-    Attributes:
-        max_in_flight, when_full, on_error, retries, close_timeout_seconds, nice, io_priority: see
-            the config of the kind.
-    """
-
-    max_in_flight: int = 1
-    when_full: str = "wait"
-    on_error: str = "raise"
-    retries: int = 0
-    close_timeout_seconds: float = 600.0
-    nice: int = 0
-    io_priority: str | None = None
+__all__ = ["Background", "ProcessBackground", "ThreadBackground"]
 
 
 class Background(ABC):
@@ -39,8 +21,8 @@ class Background(ABC):
 
     is_process: ClassVar[bool]
 
-    def __init__(self, settings: Settings | None = None) -> None:
-        self.settings = settings or Settings()
+    def __init__(self, settings: BackgroundConfig) -> None:
+        self.settings = settings
 
 
 class ThreadBackground(Background):
@@ -59,9 +41,7 @@ class ProcessBackground(Background):
 
     is_process: ClassVar[bool] = True
 
-    def __init__(
-        self, settings: Settings | None = None, start_timeout_seconds: float = 120.0
-    ) -> None:
+    def __init__(self, settings: BackgroundConfig, start_timeout_seconds: float) -> None:
         super().__init__(settings)
         self.start_timeout_seconds = start_timeout_seconds
 

@@ -10,12 +10,12 @@ from pydantic import Field
 from dcp_pipeline.core.kind import KindConfig
 
 if TYPE_CHECKING:
-    from dcp_pipeline.background.base import ProcessBackground, Settings, ThreadBackground
+    from dcp_pipeline.background.base import ProcessBackground, ThreadBackground
 
-__all__ = ["ProcessBackgroundConfig", "ThreadBackgroundConfig"]
+__all__ = ["BackgroundConfig", "ProcessBackgroundConfig", "ThreadBackgroundConfig"]
 
 
-class _BackgroundConfig(KindConfig):
+class BackgroundConfig(KindConfig):
     """What every kind has in common.
 
     Attributes:
@@ -38,22 +38,8 @@ class _BackgroundConfig(KindConfig):
     nice: int = Field(default=0, ge=0, le=19)
     io_priority: Literal["idle", "low"] | None = None
 
-    def settings(self) -> Settings:
-        """What every kind has in common."""
-        from dcp_pipeline.background.base import Settings
 
-        return Settings(
-            max_in_flight=self.max_in_flight,
-            when_full=self.when_full,
-            on_error=self.on_error,
-            retries=self.retries,
-            close_timeout_seconds=self.close_timeout_seconds,
-            nice=self.nice,
-            io_priority=self.io_priority,
-        )
-
-
-class ThreadBackgroundConfig(_BackgroundConfig):
+class ThreadBackgroundConfig(BackgroundConfig):
     """Asynchronous saves run in a thread of the training process."""
 
     kind: Literal["thread"] = "thread"
@@ -62,10 +48,10 @@ class ThreadBackgroundConfig(_BackgroundConfig):
         """Make the background."""
         from dcp_pipeline.background.base import ThreadBackground
 
-        return ThreadBackground(self.settings())
+        return ThreadBackground(self)
 
 
-class ProcessBackgroundConfig(_BackgroundConfig):
+class ProcessBackgroundConfig(BackgroundConfig):
     """Asynchronous saves run in a process beside every rank, apart from the training's interpreter.
 
     Attributes:
@@ -81,4 +67,4 @@ class ProcessBackgroundConfig(_BackgroundConfig):
         """Make the background."""
         from dcp_pipeline.background.base import ProcessBackground
 
-        return ProcessBackground(self.settings(), self.start_timeout_seconds)
+        return ProcessBackground(self, self.start_timeout_seconds)

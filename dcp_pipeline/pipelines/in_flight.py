@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
-from dcp_pipeline.background.base import Settings
+from dcp_pipeline.background.config import BackgroundConfig
 from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import BackgroundDiedError, ConcurrentSaveError, CoordinationError
 from dcp_pipeline.types.exceptions import Failures, joint_error
@@ -82,7 +82,7 @@ class InFlight:
         settings: of the background.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BackgroundConfig) -> None:
         self._settings = settings
         self._saves: deque[SaveFuture] = deque()
         self._settled = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,11 +32,11 @@ class ArenaSnapshot(Snapshot):
     arena: _Arena
     positions: list[int]
     sources: list[torch.Tensor]
-    events: list[object]
+    events: list[Any]
 
     def wait(self) -> None:
         for event in self.events:
-            event.synchronize()  # type: ignore[attr-defined]
+            event.synchronize()
         self.events, self.sources = [], []
 
 
