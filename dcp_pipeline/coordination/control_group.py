@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
 import threading
 import weakref
@@ -13,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dcp_pipeline.coordination.asked_store import AskedStore
-from dcp_pipeline.coordination.roll_call import LOST
+from dcp_pipeline.coordination.roll_call import LOST, Verdict
 from dcp_pipeline.core.errors import CoordinationError, list_some
 
 __all__ = ["NO_STORE", "ControlGroup", "control_group", "first_words"]
@@ -30,7 +29,7 @@ class ControlGroup:
     """A gloo group with the ranks of another group, and a store to look at between messages.
 
     Attributes:
-        turns: numbers of the saves and loads.
+        turn: number of the next save or load, the same on all ranks.
         lock: held during a round.
         is_broken: whether contact was lost, so that a new group is needed.
     """
@@ -44,16 +43,25 @@ class ControlGroup:
         default_store = dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"dcp_pipeline/{self.group.group_name}", default_store)
         self.store = AskedStore(store, self.timeout)
-        self.turns = itertools.count()
+        self.turn = 0
         self.lock = threading.Lock()
         self.is_broken = False
 
     def is_usable(self) -> bool:
-        """Whether no rank has lost contact, as far as this one can know."""
+        """Whether no rank has lost contact in an earlier turn, as far as this one can know."""
         if not self.is_broken:
-            # This rank may have got through where another one did not.
-            self.is_broken = bool(self.store.ask(lambda store: store.check([LOST]), _ASK_SECONDS))
+            # This rank may have got through where another one did not. One that was lost in the
+            # turn that is to come knows of no new group: this rank hears of it in that turn.
+            text = self.store.ask(
+                lambda store: store.get(LOST) if store.check([LOST]) else b"", _ASK_SECONDS
+            )
+            self.is_broken = bool(text) and Verdict.decode(text).turn < self.turn
         return not self.is_broken
+
+    def take_turn(self) -> int:
+        """The number of the save or load that begins."""
+        self.turn += 1
+        return self.turn - 1
 
 
 class _Known:

@@ -118,7 +118,7 @@ class ProcessGroupCoordinator(Coordinator):
         self._waits_for: Sequence[int] = ()
         self._since = 0.0
         # Every rank makes its coordinators in the same order, so the number names the operation.
-        turn, glance = next(control.turns), min(poll_seconds, self._grace / 4)
+        turn, glance = control.take_turn(), min(poll_seconds, self._grace / 4)
         self._roll_call = RollCall(control.store, turn, self.rank, lambda: self._waits_for, glance)
         self._has_failed = False
         self._lost: tuple[int, ...] = ()

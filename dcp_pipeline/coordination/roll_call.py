@@ -32,22 +32,24 @@ class Verdict:
     Attributes:
         lost: the ranks.
         teller: the rank that found out.
+        turn: number of the save or load in which it did.
         reason: how it did.
     """
 
     lost: tuple[int, ...]
     teller: int
+    turn: int
     reason: str
 
     def encode(self) -> str:
         """As it lies in the store."""
-        return json.dumps([self.lost, self.teller, self.reason])
+        return json.dumps([self.lost, self.teller, self.turn, self.reason])
 
     @classmethod
     def decode(cls, text: bytes) -> Verdict:
         """The inverse of :meth:`encode`."""
-        lost, teller, reason = json.loads(text)
-        return cls(tuple(lost), teller, reason)
+        lost, teller, turn, reason = json.loads(text)
+        return cls(tuple(lost), teller, turn, reason)
 
 
 class RollCall:
@@ -70,6 +72,7 @@ class RollCall:
         glance: float,
     ) -> None:
         self._store = store
+        self._turn = turn
         self._rank = rank
         self._waits_for = waits_for
         self._glance = glance
@@ -100,12 +103,12 @@ class RollCall:
             seconds: that this may take.
         """
         self._glance = max(self._glance, seconds / 4)
-        verdict = Verdict(tuple(self._silent(suspects)), self._rank, reason)
+        verdict = Verdict(tuple(self._silent(suspects)), self._rank, self._turn, reason)
         return self._settle(verdict)
 
     def tell_interrupted(self) -> None:
         """Let the others know that this rank does not go on."""
-        self._settle(Verdict((self._rank,), self._rank, INTERRUPTED))
+        self._settle(Verdict((self._rank,), self._rank, self._turn, INTERRUPTED))
         self.raise_alarm()
 
     def tell_failed(self) -> None:

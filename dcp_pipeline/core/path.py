@@ -46,7 +46,12 @@ def dotted(path: Path) -> str:
     >>> dotted(("model", Index(3), "weight"))
     'model.3.weight'
     """
-    return ".".join(str(part.position) if isinstance(part, Index) else str(part) for part in path)
+    try:
+        return ".".join(path)  # type: ignore[arg-type]
+    except TypeError:
+        # Some of them are no strings.
+        parts = (str(part.position) if isinstance(part, Index) else str(part) for part in path)
+        return ".".join(parts)
 
 
 def encode_path(path: Path) -> list[object]:

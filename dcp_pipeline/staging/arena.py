@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from dcp_pipeline.core.garbage import collector_paused
 from dcp_pipeline.staging.base import Stager
 from dcp_pipeline.staging.copies import Copies
 from dcp_pipeline.staging.memory import Buffer, Memory
@@ -41,11 +42,18 @@ class ArenaSnapshot(Snapshot):
 
 
 class _Arena:
-    """A buffer, and the tensors over it of the last snapshot: the next one mostly looks alike."""
+    """A buffer, and the tensors over it of the last snapshot: the next one mostly looks alike.
+
+    Attributes:
+        tensors: one for each piece, one after another.
+        targets: the same memory, of dtypes that can be copied.
+        positions: of each in the buffer, in bytes.
+    """
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self._forms: list[Form] = []
+        self.tensors: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
         self.positions: list[int] = []
 
@@ -57,14 +65,19 @@ class _Arena:
         """Place tensors of these dtypes and shapes one after another."""
         if forms == self._forms:
             return
-        self.targets, self.positions, position = [], [], 0
+        self.tensors, self.positions, position = [], [], 0
         for dtype, shape in forms:
             nbytes = dtype.itemsize * shape.numel()
             run = self.buffer.data[position : position + nbytes]
-            self.targets.append(run.view(dtype).view(shape))
+            self.tensors.append(run.view(dtype).view(shape))
             self.positions.append(position)
             position += _aligned(nbytes)
+        self.targets = [_copyable(tensor) for tensor in self.tensors]
         self._forms = forms
+
+    def forget(self) -> None:
+        """Let go of the tensors over the buffer."""
+        self._forms, self.tensors, self.targets, self.positions = [], [], [], []
 
 
 class ArenaStager(Stager):
@@ -99,10 +112,11 @@ class ArenaStager(Stager):
         with self._lock:
             return {arena.buffer.number for arena in (*self._free, *self._used)}
 
+    @collector_paused()
     def stage(self, entries: Entries) -> ArenaSnapshot:
         pieces = [piece for entry in entries if entry.alias < 0 for piece in entry.pieces]
         sources = [_copyable(piece.data) for piece in pieces]
-        forms = [(source.dtype, source.shape) for source in sources]
+        forms = [(piece.data.dtype, piece.data.shape) for piece in pieces]
         needed = sum(_aligned(dtype.itemsize * shape.numel()) for dtype, shape in forms)
         arena = self._acquire(needed)
         try:
@@ -114,12 +128,15 @@ class ArenaStager(Stager):
         except BaseException:
             self._release(arena)
             raise
-        copied = iter(zip(pieces, arena.targets, strict=True))
+        tensors = iter(arena.tensors)
         for entry in entries:
             if entry.alias >= 0:
-                snapshot.append(_with(entry, snapshot[entry.alias].pieces))
+                copied = snapshot[entry.alias].pieces
             else:
-                snapshot.append(_with(entry, tuple(_copied(*next(copied)) for _ in entry.pieces)))
+                copied = tuple(
+                    [Piece(piece.offsets, piece.sizes, next(tensors)) for piece in entry.pieces]
+                )
+            snapshot.append(_with(entry, copied))
         return snapshot
 
     def release(self, staged: Entries) -> None:
@@ -168,7 +185,7 @@ class ArenaStager(Stager):
         self._give_back(arena)
 
     def _give_back(self, arena: _Arena) -> None:
-        arena.targets, arena.positions = [], []
+        arena.forget()
         self._memory.free(arena.buffer)
 
     def close(self) -> None:
@@ -186,11 +203,6 @@ def _aligned(nbytes: int) -> int:
 def _copyable(data: torch.Tensor) -> torch.Tensor:
     # Not every one-byte dtype has a copy kernel; their bytes do.
     return data.view(torch.uint8) if data.element_size() == 1 else data
-
-
-def _copied(piece: Piece, target: torch.Tensor) -> Piece:
-    data = target if target.dtype == piece.data.dtype else target.view(piece.data.dtype)
-    return Piece(piece.offsets, piece.sizes, data)
 
 
 def _with(entry: Entry, pieces: tuple[Piece, ...]) -> Entry:

@@ -77,7 +77,8 @@ def _entry(leaf: Leaf, encode_value: EncodeValue) -> Entry:
         return Entry(leaf.path, leaf.kind, payload=payload, digest=digest)
     if leaf.kind in (Kind.ARRAY, Kind.SCALAR):
         value = tensor_of_array(value)
-    if value.device.type == "meta":
+    is_tensor = isinstance(value, torch.Tensor)
+    if value.is_meta if is_tensor else value.device.type == "meta":
         raise UnsupportedLeafError("a tensor on the meta device, which has no values")
     sharded = pieces_of(value)
     return Entry(
@@ -85,8 +86,9 @@ def _entry(leaf: Leaf, encode_value: EncodeValue) -> Entry:
         leaf.kind,
         sharded.dtype,
         sharded.shape,
-        tuple(sharded.pieces),
-        may_repeat=sharded.may_repeat,
+        sharded.pieces,
+        b"",
+        sharded.may_repeat,
     )
 
 

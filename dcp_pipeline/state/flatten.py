@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Mutable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from dcp_pipeline.core.errors import (
     CorruptCheckpointError,
     RollbackFailedError,
@@ -29,9 +31,9 @@ MAX_DEPTH = 200
 _KEY_BITS = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Leaf:
-    """A value that is stored under one key."""
+    """A value that is stored under one key; not frozen for the reason of ``types/entries.py``."""
 
     path: Path
     kind: Kind
@@ -150,7 +152,10 @@ def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: l
         flat.empty.append((path, "dict"))
     else:
         for component, child in _children(value):
-            if isinstance(component, _BadKey):
+            if isinstance(child, torch.Tensor) and type(component) is str:
+                # Most leaves, without the questions that others are asked.
+                flat.leaves.append(Leaf((*path, component), Kind.TENSOR, child))
+            elif isinstance(component, _BadKey):
                 problems.append(f"{dotted(path)!r} has a key of type {component.type_name}")
             else:
                 _walk(child, (*path, component), flat, problems, above)

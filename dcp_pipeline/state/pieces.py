@@ -32,7 +32,7 @@ Runs = list[tuple[int, int]]
 """Ranges ``(start, length)`` of one dimension, in the order of the local tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardedValue:
     """A tensor as one rank sees it.
 
@@ -45,7 +45,7 @@ class ShardedValue:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: tuple[Piece, ...]
     may_repeat: bool
 
 
@@ -61,18 +61,18 @@ def pieces_of(value: Any) -> ShardedValue:
         raise UnsupportedLeafError(f"a tensor of dtype {value.dtype}")
     shape = tuple(value.shape)
     if type(value) is torch.Tensor:
-        return ShardedValue(dtype, shape, list(_of_plain(value, (0,) * len(shape))), True)
+        return ShardedValue(dtype, shape, _of_plain(value, (0,) * len(shape)), True)
     if isinstance(value, DTensor):
-        pieces = list(_of_dtensor(value, shape))
+        pieces = tuple(_of_dtensor(value, shape))
         return ShardedValue(dtype, shape, pieces, _may_repeat(value))
     if isinstance(value, ShardedTensor):
-        return ShardedValue(dtype, shape, list(_of_sharded(value)), False)
+        return ShardedValue(dtype, shape, tuple(_of_sharded(value)), False)
     if hasattr(value, "__create_chunk_list__"):
-        return ShardedValue(dtype, shape, list(_of_protocol(value)), True)
-    return ShardedValue(dtype, shape, list(_of_plain(value, (0,) * len(shape))), True)
+        return ShardedValue(dtype, shape, tuple(_of_protocol(value)), True)
+    return ShardedValue(dtype, shape, _of_plain(value, (0,) * len(shape)), True)
 
 
-def _of_plain(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[Piece]:
+def _of_plain(tensor: torch.Tensor, offsets: tuple[int, ...]) -> tuple[Piece, ...]:
     if (
         type(tensor) is not torch.Tensor
         or tensor.layout is not torch.strided
@@ -81,8 +81,9 @@ def _of_plain(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[Piece]
         _refuse_unstorable(tensor)
     elif tensor.is_quantized:
         raise UnsupportedLeafError("a quantized tensor; store int_repr() and its scales")
-    if tensor.numel():
-        yield Piece(offsets, tuple(tensor.shape), tensor.detach())
+    if not tensor.numel():
+        return ()
+    return (Piece(offsets, tuple(tensor.shape), tensor.detach()),)
 
 
 def _refuse_unstorable(tensor: torch.Tensor) -> None:

@@ -1,4 +1,8 @@
-"""The state of one rank on its way through the save: entries, their pieces, and what is written."""
+"""The state of one rank on its way through the save: entries, their pieces, and what is written.
+
+There may be tens of thousands of them while training waits. They are never changed; that they
+could be spares the check that a frozen dataclass makes for each field.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from dcp_pipeline.core.table import KeySpec, Kind
 __all__ = ["Entries", "Entry", "Item", "Piece", "Snapshot"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """A box of the global tensor and this rank's memory of it.
 
@@ -27,7 +31,7 @@ class Piece:
     data: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """One key of this rank's state.
 
@@ -59,7 +63,7 @@ class Entry:
         return KeySpec(self.path, self.kind, self.dtype, self.shape, self.alias)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Item:
     """What is written as one unit of a data file: a box of a tensor, or a value's bytes.
 

@@ -157,3 +157,30 @@ def go_on_after_one_left(rank: int) -> str:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_was_interrupted_comes_again(ranks: Pool, rank: int) -> None:
     assert ranks(2).run(go_on_after_one_left, rank) == ["went through"] * 2
+
+
+def come_after_one_left(rank: int) -> list[str]:
+    """What this rank hears where another is interrupted in a turn that this one has yet to take."""
+    coordinator(60.0)
+    coordination = ProcessGroupCoordination(timeout_seconds=60.0, poll_seconds=0.05)
+    found = []
+    if dist.get_rank() == rank:
+        coordination.coordinator().report_failure(KeyboardInterrupt())
+        dist.barrier()
+    else:
+        dist.barrier()
+        try:
+            coordination.coordinator().exchange("late", b"x")
+        except CoordinationError as error:
+            found.append(str(error))
+    dist.barrier()
+    coordination.coordinator().exchange("next", b"x")
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_comes_late_hears_of_an_interruption(ranks: Pool, rank: int, size: int) -> None:
+    found = ranks(size).run(come_after_one_left, rank)
+    said = f"rank {rank} was lost during late: it was interrupted"
+    assert found == [[] if here == rank else [said] for here in range(size)]

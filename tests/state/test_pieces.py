@@ -119,6 +119,6 @@ def test_plain_tensors_are_not_copied() -> None:
     for view in (whole, whole.t(), whole[1:3, ::2], whole[2, 3]):
         (piece,) = pieces_of(view).pieces
         assert piece.data.data_ptr() == view.data_ptr() and piece.sizes == tuple(view.shape)
-    assert pieces_of(torch.empty(0, 3)).pieces == []
+    assert pieces_of(torch.empty(0, 3)).pieces == ()
     with pytest.raises(UnsupportedLeafError, match="dtype"):
         pieces_of(torch.zeros(1, dtype=torch.bits8))

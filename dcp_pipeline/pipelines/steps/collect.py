@@ -7,6 +7,7 @@ from typing import Any
 
 from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import UnsupportedLeafError
+from dcp_pipeline.core.garbage import collector_paused
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.state.collect import collect
 from dcp_pipeline.state.flatten import FlatState, flatten, is_stateful
@@ -15,6 +16,7 @@ from dcp_pipeline.types.entries import Entries
 __all__ = ["collect_entries", "taken_apart"]
 
 
+@collector_paused()
 def collect_entries(state: Any, job: SaveJob) -> Entries:
     """Expand, flatten and encode the state; see :mod:`dcp_pipeline.state`."""
     flat = taken_apart(state, job.coordinator)
