@@ -32,10 +32,14 @@ class Rollback:
     Args:
         mode: ``copy`` copies tensors before they are overwritten; ``verify_first`` only remembers
             that they were, so that a failure behind the read can say so; ``none`` undoes nothing.
+
+    Attributes:
+        copies: whether tensors are copied.
     """
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
+        self.copies = mode == "copy"
         self._overwritten: dict[str, None] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._expanded: list[Expanded] = []
@@ -52,7 +56,7 @@ class Rollback:
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor that is about to be overwritten. Called from several threads."""
-        if self._mode == "copy":
+        if self.copies:
             self._copies.append((tensor, tensor.detach().clone()))
         elif self._mode == "verify_first":
             self._overwritten[name] = None

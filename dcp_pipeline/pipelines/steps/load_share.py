@@ -69,7 +69,11 @@ class ReadPlan:
 
 def open_files(manifest: Manifest, job: LoadJob) -> DataFiles:
     """The data files of a checkpoint, for this load."""
-    return DataFiles(manifest, job.directory, job.parts.storage.thread_count, check=job.check_peers)
+    thread_count = job.parts.storage.thread_count
+    if job.rollback.copies:
+        # Half of their time they copy old values, while storage has nothing to do.
+        thread_count *= 2
+    return DataFiles(manifest, job.directory, thread_count, check=job.check_peers)
 
 
 def block_bytes(manifest: Manifest) -> int:
