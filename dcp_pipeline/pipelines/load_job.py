@@ -69,6 +69,7 @@ class Rollback:
             for leaf in flat.leaves
             # Of tensors and arrays, which are read in place, :meth:`keep` has copies.
             if leaf.kind not in (Kind.TENSOR, Kind.ARRAY)
+            and not leaf.is_made
             and any(is_prefix(path, leaf.path) for path in owners)
             and flat.local_at(leaf.path) is None
         }

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from dcp_pipeline.state.helpers import (
     get_model_state_dict,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 
 __all__ = ["AppState"]
@@ -23,13 +24,15 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 class AppState:
     """What a training job saves and resumes from.
 
-    Names are the model's parameter names on every rank and layout: torch's state-dict helpers take
-    wrappers' prefixes off, and optimizer state is keyed by parameter name.
+    Names are the model's parameter names on every rank and layout: prefixes of wrappers are taken
+    off, and optimizer state is keyed by parameter name. Taking the state changes nothing; a
+    parameter that was not stepped yet has no state, then as now.
 
     Args:
-        model: with or without FSDP2, tensor parallelism or DDP.
-        optimizer: one, several, or ``None``. One without state yet gets zero state, as in torch.
-        options: of torch's state-dict helpers; not ``full_state_dict``, which gathers.
+        model: on any layout, with any wrappers; on the meta device it gets memory when it is
+            loaded.
+        optimizer: one, several, or ``None``.
+        options: of the state-dict helpers; not ``full_state_dict``, which gathers.
         stateful: further objects with ``state_dict`` and ``load_state_dict``, or plain values, by
             name. A plain value is replaced on load; read it from :attr:`stateful`.
 
@@ -59,24 +62,20 @@ class AppState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, sharded as the model is."""
-        if not self.optimizers:
-            model = get_model_state_dict(self.model, options=self.options)
-            return {"model": model, **self.stateful}
-        model, optimizer = get_state_dict(self.model, self.optimizers, options=self.options)
-        return {"model": model, "optimizer": optimizer, **self.stateful}
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model, options=self.options)}
+        if self.optimizers:
+            state["optimizer"] = get_optimizer_state_dict(
+                self.model, self.optimizers, options=self.options
+            )
+        return state | self.stateful
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state; objects among the further ones have taken theirs already."""
+        set_model_state_dict(self.model, state_dict["model"], options=self.options)
         if self.optimizers:
-            set_state_dict(
-                self.model,
-                self.optimizers,
-                model_state_dict=state_dict["model"],
-                optim_state_dict=state_dict["optimizer"],
-                options=self.options,
+            set_optimizer_state_dict(
+                self.model, self.optimizers, state_dict["optimizer"], options=self.options
             )
-        else:
-            set_model_state_dict(self.model, state_dict["model"], options=self.options)
         for name in self.stateful:
             if name in state_dict:
                 self.stateful[name] = state_dict[name]

@@ -21,11 +21,12 @@ from dcp_pipeline.core.errors import (
 )
 from dcp_pipeline.core.path import Component, Index, Path, dotted
 from dcp_pipeline.core.table import Kind
+from dcp_pipeline.state.fitting import Fit, FittingState
 from dcp_pipeline.state.leaf_kinds import is_stateful, leaf_kind
 from dcp_pipeline.state.rank_local import RankLocal, rank_key
 from dcp_pipeline.types.dcp import Stateful
 
-__all__ = ["Expanded", "FlatState", "Leaf", "Local", "assign", "flatten", "is_stateful"]
+__all__ = ["Expanded", "FlatState", "Leaf", "Local", "assign", "flatten", "is_stateful", "take_out"]
 
 MAX_DEPTH = 200
 _KEY_BITS = 1024
@@ -33,11 +34,18 @@ _KEY_BITS = 1024
 
 @dataclass(slots=True)
 class Leaf:
-    """A value that is stored under one key; not frozen for the reason of ``types/entries.py``."""
+    """A value that is stored under one key; not frozen for the reason of ``types/entries.py``.
+
+    Attributes:
+        source: where a checkpoint has it, if not at ``path``.
+        is_made: whether it does not stand in the state yet.
+    """
 
     path: Path
     kind: Kind
     value: Any
+    source: Path | None = None
+    is_made: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,8 @@ class FlatState:
         empty: path and ``dict``, ``list`` or ``tuple`` of mappings that hold nothing.
         expanded: ``Stateful`` objects, the outer before the inner.
         locals: values of this rank alone; what they hold is among the leaves, too.
+        fitting: path and container of what adapts to a checkpoint.
+        removed: what a load takes out of its mapping or list.
     """
 
     root: Any
@@ -88,6 +98,8 @@ class FlatState:
     empty: list[tuple[Path, str]] = field(default_factory=list)
     expanded: list[Expanded] = field(default_factory=list)
     locals: dict[Path, Local] = field(default_factory=dict)
+    fitting: list[tuple[Path, FittingState]] = field(default_factory=list)
+    removed: list[Path] = field(default_factory=list)
     _depths: set[int] = field(default_factory=set)
 
     def states(self) -> dict[Path, Any]:
@@ -102,12 +114,37 @@ class FlatState:
                 return local
         return None
 
+    def fit(self, path: Path, fit: Fit) -> None:
+        """Change the leaves below ``path`` to what a checkpoint has."""
+        gone = (*fit.dropped, *fit.emptied, *fit.removed)
+        left_out = {(*path, *below) for below in gone}
+        renamed = {(*path, *here): (*path, *there) for here, there in fit.renamed.items()}
+        leaves = [leaf for leaf in self.leaves if not _is_within(leaf.path, left_out)]
+        for leaf in leaves:
+            leaf.source = renamed.get(leaf.path, leaf.source)
+        for below, value in fit.made.items():
+            kind = Kind.VALUE if value is None else leaf_kind(value) or Kind.VALUE
+            leaves.append(Leaf((*path, *below), kind, value, is_made=True))
+        self.leaves[:] = leaves
+        made_in = {(*path, *below[:depth]) for below in fit.made for depth in range(len(below))}
+        self.empty[:] = [
+            entry
+            for entry in self.empty
+            if entry[0] not in made_in and not _is_within(entry[0], left_out)
+        ]
+        self.empty.extend(((*path, *below), "dict") for below in fit.emptied)
+        self.removed.extend((*path, *below) for below in fit.removed)
+
     def add_local(self, path: Path, owner: RankLocal) -> Local:
         """Note a value of this rank alone."""
         local = Local(path, owner, rank_key(self.rank, self.world_size))
         self.locals[path] = local
         self._depths.add(len(path))
         return local
+
+
+def _is_within(path: Path, places: set[Path]) -> bool:
+    return bool(places) and any(path[:depth] in places for depth in range(len(path) + 1))
 
 
 def flatten(state: Any, rank: int = 0, world_size: int = 1) -> FlatState:
@@ -138,6 +175,8 @@ def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: l
         problems.append(f"{dotted(path)!r} contains itself")
         return
     above.append(id(value))
+    if isinstance(value, FittingState):
+        flat.fitting.append((path, value))
     if isinstance(value, RankLocal):
         if flat.local_at(path) is not None:
             problems.append(f"{dotted(path)!r} is a RankLocal inside another one")
@@ -225,6 +264,35 @@ def assign(flat: FlatState, values: Mapping[Path, Any], undo: Undo) -> None:
         node[path[-1]] = _Value(value)
     states = flat.states()
     _assign_below(states.get((), flat.root), (), tree, states, undo)
+
+
+def take_out(flat: FlatState, undo: Undo) -> None:
+    """Remove what the checkpoint says is not there."""
+    states = flat.states()
+    for path in sorted(flat.removed, key=_position, reverse=True):
+        _remove(_at(path[:-1], flat, states), path[-1], undo)
+
+
+def _position(path: Path) -> int:
+    last = path[-1]
+    return last.position if isinstance(last, Index) else 0
+
+
+def _at(path: Path, flat: FlatState, states: Mapping[Path, Any]) -> Any:
+    """What stands at ``path``, objects replaced by their states."""
+    value = states.get((), flat.root)
+    for depth, component in enumerate(path, 1):
+        value = states[path[:depth]] if path[:depth] in states else _get(value, component)
+    return value
+
+
+def _remove(container: Any, component: Component, undo: Undo) -> None:
+    if isinstance(component, Index):
+        old = container.pop()
+        undo.steps.append(lambda: container.append(old))
+    else:
+        old = container.pop(component)
+        undo.steps.append(lambda: container.__setitem__(component, old))
 
 
 @dataclass(frozen=True)

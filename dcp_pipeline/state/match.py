@@ -121,7 +121,7 @@ class _Matcher:
         self.result = Match()
 
     def leaf(self, leaf: Leaf) -> None:
-        key = self._find(leaf.path)
+        key = self._find(leaf.source or leaf.path)
         if key is not None:
             self.result.used.add(key)
             self._pair(leaf, key)
@@ -267,8 +267,8 @@ class _Matcher:
         if any(_overlaps_itself(piece.data) for piece in sharded.pieces):
             self.result.unwritable.append(name)
             return
-        path = leaf.path if is_meta else None
-        self._add_tensor(key, sharded.dtype, tuple(sharded.pieces), path, lambda: value)
+        path = leaf.path if is_meta or leaf.is_made else None
+        self._add_tensor(key, sharded.dtype, sharded.pieces, path, lambda: value)
 
     def _pair_array(self, leaf: Leaf, key: int, spec: KeySpec, name: str) -> None:
         if tuple(leaf.value.shape) != spec.shape:

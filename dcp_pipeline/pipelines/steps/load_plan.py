@@ -8,6 +8,7 @@ from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.pipelines.load_job import LoadJob
 from dcp_pipeline.pipelines.steps.collect import taken_apart
 from dcp_pipeline.rules.base import matches
+from dcp_pipeline.state.fitting import Stored
 from dcp_pipeline.state.flatten import FlatState
 from dcp_pipeline.state.match import Match, match
 
@@ -39,4 +40,6 @@ def plan(template: FlatState, manifest: Manifest, job: LoadJob) -> Match:
                 return cast.on_overflow == "error"
         return None
 
+    for path, state in template.fitting:
+        template.fit(path, state.fit(Stored.below(path, manifest)))
     return match(template, manifest, find_cast, lambda key: is_wanted(key, job))

@@ -8,7 +8,7 @@ from typing import Any
 
 from dcp_pipeline.core.path import Path, dotted
 from dcp_pipeline.pipelines.load_job import Rollback
-from dcp_pipeline.state.flatten import FlatState, Local, Undo, assign
+from dcp_pipeline.state.flatten import FlatState, Local, Undo, assign, take_out
 from dcp_pipeline.state.placing import placed, with_objects
 from dcp_pipeline.state.rng import RngState
 from dcp_pipeline.types.dcp import Stateful
@@ -32,6 +32,7 @@ def put_in_place(template: FlatState, values: Mapping[Path, Any], rollback: Roll
         else:
             own.setdefault(local.path, {})[path[len(local.path) :]] = value
     assign(template, shared, rollback.containers)
+    take_out(template, rollback.containers)
     for path, below in own.items():
         _put_local(template.locals[path], below, template, rollback, last)
     # The inner before the outer, whose state holds the inner objects themselves.

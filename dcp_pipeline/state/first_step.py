@@ -1,0 +1,70 @@
+"""What an optimizer will keep for a parameter, found out without stepping it.
+
+A twin of the optimizer takes a step on a stand-in for the parameter that has no memory (a tensor on
+the meta device), or, where its step needs values, on zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dcp_pipeline.state.optimizer_state import PARAMS, Parameter
+
+__all__ = ["state_after_a_step"]
+
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+"""Settings that choose a kernel; what it keeps is the same."""
+
+
+def state_after_a_step(parameter: Parameter, is_sharded: bool = False) -> Mapping[Any, Any] | None:
+    """The entries that the optimizer would make for a parameter; their values mean nothing.
+
+    Args:
+        is_sharded: step on zeros that are sharded as the parameter is. All ranks of its mesh have
+            to take part. Otherwise entries are plain tensors of global shapes.
+
+    Returns:
+        ``None`` where the optimizer cannot step on one parameter alone.
+    """
+    like = parameter.tensor
+    devices = ["meta", "cpu"]
+    if is_sharded:
+        devices = [like.device.type]
+    for device in devices:
+        if is_sharded:
+            stand_in = torch.zeros_like(like, requires_grad=False)
+        else:
+            stand_in = torch.zeros(tuple(like.shape), dtype=like.dtype, device=device)
+        stand_in.requires_grad_().grad = torch.zeros_like(stand_in)
+        try:
+            return _step(parameter, stand_in)
+        except Exception:
+            # Optimizers may do anything in their step. What one does not tell is not checked.
+            continue
+    return None
+
+
+def _step(parameter: Parameter, stand_in: torch.Tensor) -> Mapping[Any, Any]:
+    optimizer = parameter.optimizer
+    twin = copy.copy(optimizer)
+    twin.__dict__.pop("step", None)  # schedulers put a wrapper around it there
+    for name, value in vars(twin).items():
+        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            twin.__dict__[name] = OrderedDict()
+    group = dict(optimizer.param_groups[parameter.group])
+    group.update({name: False for name in _KERNELS if group.get(name)})
+    if isinstance(group.get("lr"), torch.Tensor):
+        group["lr"] = float(group["lr"])
+    twin.state = defaultdict(dict)
+    twin.param_groups = [group | {PARAMS: [stand_in]}]
+    twin.defaults = dict(optimizer.defaults) | {name: False for name in _KERNELS}
+    step = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad():
+        step(twin)
+    return dict(twin.state.get(stand_in, {}))

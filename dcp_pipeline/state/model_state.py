@@ -1,0 +1,201 @@
+"""A model's state by name, and back into the model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict as torch_get_model_state_dict,
+    set_model_state_dict as torch_set_model_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from dcp_pipeline.core.errors import MissingKeyError, StateError, UnexpectedKeyError, list_some
+from dcp_pipeline.state.fitting import Fit, FittingState, Stored
+from dcp_pipeline.state.full_state import NOT_HERE, gathered, offloaded, sent_from_first, spread
+from dcp_pipeline.state.model_names import ModelNames, spellings
+
+logger = logging.getLogger("dcp_pipeline")
+
+__all__ = ["IncompatibleKeys", "ModelState", "has_flat_parameters", "model_state", "put_into_model"]
+
+
+class IncompatibleKeys(NamedTuple):
+    """What a model and a state dict do not share, as ``nn.Module.load_state_dict`` says it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class ModelState(FittingState):
+    """A model's state by name; finds names that a checkpoint has with wrappers' prefixes."""
+
+    def fit(self, stored: Stored) -> Fit:
+        given = {path[0]: path for path in stored.keys if len(path) == 1}
+        other = spellings(map(str, self), map(str, given))
+        return Fit(renamed={(name,): (spelled,) for name, spelled in other.items()})
+
+
+def model_state(
+    model: nn.Module, options: StateDictOptions, submodules: set[nn.Module] | None = None
+) -> ModelState:
+    """See :func:`dcp_pipeline.get_model_state_dict`."""
+    names = ModelNames(model, options.dsd_fqn_modifiers)
+    with torch.no_grad():
+        raw = _raw_state(model, options)
+        keys = names.keys(raw)
+        state = {name: raw[key] for name, key in keys.items()}
+        if submodules:
+            state = _of_submodules(state, model, names, submodules, options)
+        if options.ignore_frozen_params:
+            for name in _frozen(model, names):
+                state.pop(name, None)
+        if options.full_state_dict:
+            return ModelState(gathered(state, options.cpu_offload))
+        if options.cpu_offload:
+            return ModelState({name: offloaded(value) for name, value in state.items()})
+        return ModelState(state)
+
+
+def has_flat_parameters(model: nn.Module) -> bool:
+    """Whether FSDP1 has flattened parameters of the model; torch's own functions unflatten them."""
+    return bool(FullyShardedDataParallel.fsdp_modules(model))
+
+
+def _raw_state(model: nn.Module, options: StateDictOptions) -> dict[str, Any]:
+    if has_flat_parameters(model):
+        own = StateDictOptions(
+            full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload
+        )
+        return dict(torch_get_model_state_dict(model, options=own))
+    # A subclass may have replaced state_dict by one that calls these functions.
+    return dict(model.state_dict())
+
+
+def _of_submodules(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    names: ModelNames,
+    submodules: set[nn.Module],
+    options: StateDictOptions,
+) -> dict[str, Any]:
+    prefixes = [
+        f"{names.of(name)}." for name, module in model.named_modules() if module in submodules
+    ]
+    result: dict[str, Any] = {}
+    for name, value in state.items():
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None:
+            continue
+        short = name if options.keep_submodule_prefixes else name[len(prefix) :]
+        if short in result:
+            raise StateError(
+                f"several submodules have {short!r}; pass one of them, or keep_submodule_prefixes"
+            )
+        result[short] = value
+    return result
+
+
+def _frozen(model: nn.Module, names: ModelNames) -> Iterator[str]:
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            yield names.of(key)
+
+
+def put_into_model(
+    model: nn.Module, state: Mapping[str, Any], options: StateDictOptions
+) -> IncompatibleKeys:
+    """See :func:`dcp_pipeline.set_model_state_dict`."""
+    if has_flat_parameters(model):
+        return _put_into_flat_parameters(model, state, options)
+    names = ModelNames(model, options.dsd_fqn_modifiers)
+    own = model.state_dict()
+    keys = names.keys(own)
+    template = {name: own[key] for name, key in keys.items()}
+    given = _named(state, keys)
+
+    def like(name: str, whole: torch.Tensor) -> Any:
+        return template.get(name, NOT_HERE)
+
+    if options.broadcast_from_rank0:
+        given = sent_from_first(given, like)
+    elif options.full_state_dict:
+        given = spread(given, like)
+    missing = [name for name in keys if name not in given]
+    if options.ignore_frozen_params:
+        frozen = set(_frozen(model, names))
+        missing = [name for name in missing if name not in frozen]
+    unexpected = [name for name in given if name not in keys]
+    if options.strict:
+        _check(missing, unexpected)
+    _load(model, {keys[name]: value for name, value in given.items() if name in keys}, names)
+    return IncompatibleKeys(missing, unexpected)
+
+
+def _named(state: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """The given state under the model's names, however it spells them."""
+    other = spellings(keys, state)
+    of_spelled = {spelled: name for name, spelled in other.items()}
+    return {of_spelled.get(name, name): value for name, value in state.items()}
+
+
+def _check(missing: list[str], unexpected: list[str]) -> None:
+    if not missing and not unexpected:
+        return
+    lines = []
+    if missing:
+        lines.append(f"the model has, and the state lacks: {list_some(missing)}")
+    if unexpected:
+        lines.append(f"the state has, and the model lacks: {list_some(unexpected)}")
+    kind = MissingKeyError if missing else UnexpectedKeyError
+    raise kind("; ".join(lines), missing=missing, unexpected=unexpected)
+
+
+def _load(model: nn.Module, state: dict[str, Any], names: ModelNames) -> None:
+    """Copy into the model's tensors; those on the meta device become what is given."""
+    is_meta = any(value.is_meta for value in (*model.parameters(), *model.buffers()))
+    with torch.no_grad(), _same_objects() if is_meta else contextlib.nullcontext():
+        model.load_state_dict(state, strict=False, assign=is_meta)
+    if not is_meta:
+        return
+    left = [
+        names.of(key)
+        for key, value in (*model.named_parameters(), *model.named_buffers())
+        if value.is_meta
+    ]
+    if left:
+        logger.warning(
+            "still on the meta device, since there are no values for it: %s; fill it before the"
+            " model runs",
+            list_some(left),
+        )
+
+
+@contextlib.contextmanager
+def _same_objects() -> Iterator[None]:
+    """Parameters stay the objects that optimizers and ties know, and get other tensors."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _put_into_flat_parameters(
+    model: nn.Module, state: Mapping[str, Any], options: StateDictOptions
+) -> IncompatibleKeys:
+    own = StateDictOptions(
+        full_state_dict=options.full_state_dict,
+        cpu_offload=options.cpu_offload,
+        strict=options.strict,
+        broadcast_from_rank0=options.broadcast_from_rank0,
+    )
+    found = torch_set_model_state_dict(model, dict(state), options=own)
+    return IncompatibleKeys(list(found.missing_keys), list(found.unexpected_keys))
