@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from dcp_pipeline.core.manifest import FileEntry, SumsEntry
 from dcp_pipeline.core.packing import Column
 from dcp_pipeline.core.path import Path
@@ -40,6 +42,9 @@ class Receipt:
         file, offset, length, payload: ``[n]`` as in a :class:`ChunkTable`.
         nbytes: bytes of all files.
         seconds: what writing them took.
+        fingerprint: ``[n]`` uint64 what each chunk adds to the fingerprint of its key, as
+            :func:`dcp_pipeline.core.contributions.fingerprints_of` takes it; ``None`` where it was
+            not taken.
     """
 
     files: tuple[FileEntry, ...]
@@ -50,6 +55,7 @@ class Receipt:
     payload: Column
     nbytes: int
     seconds: float = 0.0
+    fingerprint: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = None
 
 
 @dataclass(frozen=True)

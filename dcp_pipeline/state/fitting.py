@@ -49,14 +49,14 @@ class Fit:
     Attributes:
         made: further leaves. A tensor is filled and put there; ``None`` takes whatever is stored.
         dropped: what is not asked for, with all below it; it keeps its value.
-        emptied: mappings that become empty, as the checkpoint says they were.
+        put: what is put somewhere without being read.
         removed: what leaves its mapping or list once all is read; of a list, the last entries.
         renamed: where a leaf is found in the checkpoint, if not at its own path.
     """
 
     made: dict[Path, Any] = field(default_factory=dict)
     dropped: list[Path] = field(default_factory=list)
-    emptied: list[Path] = field(default_factory=list)
+    put: dict[Path, Any] = field(default_factory=dict)
     removed: list[Path] = field(default_factory=list)
     renamed: dict[Path, Path] = field(default_factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,50 +16,58 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dcp_pipeline.core.path import Path
-from dcp_pipeline.state.fitting import Fit, FittingState, Stored
-from dcp_pipeline.state.optimizer_state import GROUPS, PARAMS, STATE
+from dcp_pipeline.core.table import KeySpec
+from dcp_pipeline.state.flatten import flatten
+from dcp_pipeline.state.model_names import ModelNames
+from dcp_pipeline.state.optimizer_state import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    Grouped,
+    flattened,
+    grouped,
+)
+from dcp_pipeline.state.optimizer_template import OptimizerState, Slot
 
 __all__ = ["flat_optimizer_state", "put_into_flat_optimizers"]
 
 
-class NoStateYet(FittingState):
-    """The nested state of optimizers that were not stepped; asks for what a checkpoint has.
+class FlatSlot(Slot):
+    """A part of a flat parameter.
 
     Args:
-        first: torch's state as it is after a step without gradients.
+        own: its state; or ``{}``, and
+        first: what torch makes of it in a step without gradients.
     """
 
-    def __init__(self, first: Mapping[str, Any]) -> None:
-        super().__init__({STATE: {name: {} for name in first[STATE]}, GROUPS: first[GROUPS]})
+    def __init__(self, name: str, own: Mapping[Any, Any], first: Mapping[Any, Any]) -> None:
+        self.name, self.own = name, own
         self._first = first
 
-    def fit(self, stored: Stored) -> Fit:
-        fit = Fit()
-        for name, state in self._first[STATE].items():
-            if (STATE, name) not in stored.empty:
-                fit.made.update(((STATE, name, *path), value) for path, value in _leaves(state))
-        return fit
-
-
-def _leaves(state: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*above, key))
-        else:
-            yield (*above, key), value
+    def memory(self, there: Mapping[Path, KeySpec]) -> dict[Path, Any]:
+        return {leaf.path: leaf.value for leaf in flatten(dict(self._first)).leaves}
 
 
 def flat_optimizer_state(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
     """torch's state by name; where there is none yet, ``{}`` for each parameter."""
+    nested = replace(options, flatten_optimizer_state_dict=False)
+    found: dict[str, Any]
+    first: Mapping[str, Any] = {}
     if any(optimizer.state for optimizer in optimizers):
-        return dict(torch_get(model, optimizers, options=options))
-    with _left_as_they_are(optimizers):
-        first = torch_get(model, optimizers, options=options)
-    if options.flatten_optimizer_state_dict or not first:
-        return dict(first)
-    return NoStateYet(first)
+        found = dict(torch_get(model, optimizers, options=nested))
+    else:
+        with _left_as_they_are(optimizers):
+            found = dict(torch_get(model, optimizers, options=nested))
+        first = found.get(STATE, {})
+        found = found | {STATE: {name: {} for name in first}} if found else {}
+    if not found:
+        return {}  # another rank has it all
+    slots = [FlatSlot(name, own, first.get(name, {})) for name, own in found[STATE].items()]
+    if options.flatten_optimizer_state_dict:
+        found = flattened(found)
+    return OptimizerState(found, slots)
 
 
 def put_into_flat_optimizers(
@@ -68,26 +77,28 @@ def put_into_flat_optimizers(
     options: StateDictOptions,
 ) -> None:
     """torch's way back."""
-    if state.get(STATE) and not any(state[STATE].values()):
-        _forget_state(optimizers, state[GROUPS])
+    names = ModelNames(model).of_parameters().values()
+    given = grouped(state, {name: {} for name in names})
+    if not any(given.state.values()):
+        _forget_state(model, optimizers, given)
         return
-    given = dict(state)
-    if GROUPS in given:
-        given[GROUPS] = [dict(group) for group in given[GROUPS]]
-        given[STATE] = {name: dict(values) for name, values in given[STATE].items()}
+    nested = replace(options, flatten_optimizer_state_dict=False)
+    groups = [dict(values) | {PARAMS: [name]} for name, values in given.hyperparameters.items()]
+    found: Any = {STATE: given.state, GROUPS: groups}
     with _without_gradients(optimizers):
-        torch_set(model, optimizers, given, options=options)
+        torch_set(model, optimizers, found, options=nested)
 
 
 def _forget_state(
-    optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], given: Grouped
 ) -> None:
     """As the optimizers were before their first step."""
-    own = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group, saved in zip(own, groups, strict=False):
-        group.update({key: value for key, value in saved.items() if key != PARAMS})
+    names = ModelNames(model).of_parameters()
     for optimizer in optimizers:
         optimizer.state.clear()
+        for group in optimizer.param_groups:
+            for parameter in group[PARAMS]:
+                group.update(given.hyperparameters.get(names.get(id(parameter), ""), {}))
 
 
 @contextlib.contextmanager

@@ -88,6 +88,7 @@ class FlatState:
         expanded: ``Stateful`` objects, the outer before the inner.
         locals: values of this rank alone; what they hold is among the leaves, too.
         fitting: path and container of what adapts to a checkpoint.
+        put: what a load puts somewhere without reading it.
         removed: what a load takes out of its mapping or list.
     """
 
@@ -99,6 +100,7 @@ class FlatState:
     expanded: list[Expanded] = field(default_factory=list)
     locals: dict[Path, Local] = field(default_factory=dict)
     fitting: list[tuple[Path, FittingState]] = field(default_factory=list)
+    put: dict[Path, Any] = field(default_factory=dict)
     removed: list[Path] = field(default_factory=list)
     _depths: set[int] = field(default_factory=set)
 
@@ -116,7 +118,7 @@ class FlatState:
 
     def fit(self, path: Path, fit: Fit) -> None:
         """Change the leaves below ``path`` to what a checkpoint has."""
-        gone = (*fit.dropped, *fit.emptied, *fit.removed)
+        gone = (*fit.dropped, *fit.put, *fit.removed)
         left_out = {(*path, *below) for below in gone}
         renamed = {(*path, *here): (*path, *there) for here, there in fit.renamed.items()}
         leaves = [leaf for leaf in self.leaves if not _is_within(leaf.path, left_out)]
@@ -132,7 +134,7 @@ class FlatState:
             for entry in self.empty
             if entry[0] not in made_in and not _is_within(entry[0], left_out)
         ]
-        self.empty.extend(((*path, *below), "dict") for below in fit.emptied)
+        self.put.update({(*path, *below): value for below, value in fit.put.items()})
         self.removed.extend((*path, *below) for below in fit.removed)
 
     def add_local(self, path: Path, owner: RankLocal) -> Local:

@@ -41,7 +41,7 @@ from dcp_pipeline.state.optimizer_state import (
     named_state,
     owners,
 )
-from dcp_pipeline.state.optimizer_template import OptimizerState
+from dcp_pipeline.state.optimizer_template import OptimizerState, ParameterSlot
 
 __all__ = [
     "OptimizerStateType",
@@ -157,7 +157,12 @@ def get_optimizer_state_dict(
             state = flattened(state)
         if checked.full_state_dict or checked.cpu_offload:
             return whole_state(state, checked)
-        return OptimizerState(state, parameters, checked.flatten_optimizer_state_dict)
+        slots = [
+            ParameterSlot(parameter)
+            for parameter in parameters
+            if parameter.state or parameter.tensor.requires_grad
+        ]
+        return OptimizerState(state, slots)
 
 
 def set_optimizer_state_dict(
@@ -190,7 +195,8 @@ def set_optimizer_state_dict(
     given: Mapping[str, Any] = optim_state_dict
     if checked.full_state_dict:
         given = sharded_state(given, parameters, checked)
-    put_into_optimizers(listed, parameters, grouped(given, parameters), checked.strict)
+    own = {parameter.name: parameter.state for parameter in parameters}
+    put_into_optimizers(listed, parameters, grouped(given, own), checked.strict)
 
 
 def get_state_dict(

@@ -48,7 +48,8 @@ class Match:
 
     Attributes:
         tensors, values: what is read.
-        made: path to containers that the checkpoint knows to be empty.
+        made: path to what is put there without being read, as containers that the checkpoint knows
+            to be empty.
         used: stored keys that this rank wants.
         missing, shapes, dtypes: as in :class:`LoadMismatchError`.
         notes: more to say about a missing key.
@@ -87,6 +88,7 @@ def match(
         wants: whether a dotted key takes part at all.
     """
     matcher = _Matcher(manifest, find_cast)
+    matcher.result.made.update(flat.put)
     for leaf in flat.leaves:
         if flat.local_at(leaf.path) is None and wants(dotted(leaf.path)):
             matcher.leaf(leaf)

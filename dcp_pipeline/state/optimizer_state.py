@@ -7,7 +7,7 @@ state yet is recorded as ``{}`` and comes back without state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,10 +176,13 @@ def is_flat(state: Mapping[str, Any]) -> bool:
     return bool(state) and STATE not in state and GROUPS not in state
 
 
-def grouped(given: Mapping[str, Any], parameters: Iterable[Parameter]) -> Grouped:
-    """Take a state of either layout apart."""
-    if is_flat(given):
-        return _of_flat(given, {parameter.name: parameter for parameter in parameters})
+def grouped(given: Mapping[str, Any], own: Mapping[str, Mapping[Any, Any]]) -> Grouped:
+    """Take a state of either layout apart; one part of it may be in the one, one in the other.
+
+    Args:
+        own: name of each parameter to the state that it has now, whose keys show how those of the
+            flat layout are to be read.
+    """
     result = Grouped({name: dict(state) for name, state in given.get(STATE, {}).items()})
     for position, group in enumerate(given.get(GROUPS, ())):
         values = {key: value for key, value in group.items() if key != PARAMS}
@@ -189,29 +192,30 @@ def grouped(given: Mapping[str, Any], parameters: Iterable[Parameter]) -> Groupe
             result.hyperparameters[name] = values
         if not group[PARAMS]:
             result.empty_groups[position] = values
+    flat = {key: value for key, value in given.items() if key not in (STATE, GROUPS)}
+    if flat:
+        _take_flat(flat, own, result)
     return result
 
 
-def _of_flat(given: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> Grouped:
-    result = Grouped()
+def _take_flat(
+    given: Mapping[str, Any], own: Mapping[str, Mapping[Any, Any]], result: Grouped
+) -> None:
     for key, value in given.items():
         section, _, rest = key.partition(".")
-        name = longest_name(rest, parameters)
+        name = longest_name(rest, own)
         if name is None:
             continue  # of another optimizer, or of another part of the model
         inner = rest[len(name) + 1 :]
         if section == GROUPS:
-            hyperparameters = result.hyperparameters.setdefault(name, {})
-            assert isinstance(hyperparameters, dict)
-            hyperparameters[inner] = value
+            result.hyperparameters[name] = {**result.hyperparameters.get(name, {}), inner: value}
             continue
         state = result.state.setdefault(name, {})
         if inner:
-            _put_inside(state, inner, value, parameters[name].state)
-    return result
+            _put_inside(state, inner, value, own[name])
 
 
-def longest_name(rest: str, names: Mapping[str, Parameter]) -> str | None:
+def longest_name(rest: str, names: Container[str]) -> str | None:
     """The parameter whose name a part of a flat key begins with."""
     candidate = rest
     while candidate not in names:

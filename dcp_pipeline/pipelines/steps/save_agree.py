@@ -23,7 +23,7 @@ from dcp_pipeline.pipelines.job import Heartbeat, SaveJob
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Share
 from dcp_pipeline.planning.base import GlobalPlan
 
-__all__ = ["agree", "answer_to", "same_everywhere", "start_save"]
+__all__ = ["agree", "answer_to", "same_everywhere", "start_save", "unpacked_plans"]
 
 
 def agree(local_plan: ChunkTable | None, job: SaveJob, failure: BaseException | None) -> Share:
@@ -79,15 +79,20 @@ def _decide(messages: list[bytes], job: SaveJob, own: ChunkTable | None) -> list
     unframed = [unframe(message) for message in messages]
     headers = [header for header, _ in unframed]
     same_everywhere(headers)
-    cache: dict[bytes, tuple[KeySpec, ...]] = {}
     assert own is not None
-    tables = [
-        own if rank == job.coordinator.rank else ChunkTable.unpack(blobs[0], cache)
-        for rank, (_, blobs) in enumerate(unframed)
-    ]
+    tables = unpacked_plans([blobs[0] for _, blobs in unframed], own, job.coordinator.rank)
     plan = job.parts.planner.global_plan(tables)
     start_save(job, plan, _empty(headers, plan))
     return [answer_to(plan, rank, job.save_id) for rank in range(len(tables))]
+
+
+def unpacked_plans(packed: list[bytes], own: ChunkTable, rank: int) -> list[ChunkTable]:
+    """The local plans of all ranks, of which ``rank`` has its own at hand."""
+    cache: dict[bytes, tuple[KeySpec, ...]] = {}
+    return [
+        own if number == rank else ChunkTable.unpack(data, cache)
+        for number, data in enumerate(packed)
+    ]
 
 
 def _empty(headers: list[dict[str, Any]], plan: GlobalPlan) -> tuple[tuple[Path, str], ...]:

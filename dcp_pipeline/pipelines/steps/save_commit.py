@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 import torch
 
+from dcp_pipeline.core.contributions import fingerprints_of
 from dcp_pipeline.core.errors import (
     CheckpointError,
     ConcurrentSaveError,
@@ -18,6 +19,7 @@ from dcp_pipeline.core.errors import (
     PeerFailedError,
     UnfinishedCommitError,
 )
+from dcp_pipeline.core.fingerprint import Fingerprint, make_fingerprint
 from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.manifest import FileEntry, Manifest, SumsEntry, check_places
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
@@ -30,7 +32,7 @@ from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.types.exceptions import CheckpointException
 
-__all__ = ["commit", "publish", "remove_dead_files", "versions"]
+__all__ = ["commit", "encode_receipt", "publish", "remove_dead_files", "versions"]
 
 logger = logging.getLogger("dcp_pipeline")
 
@@ -45,7 +47,7 @@ def commit(
     if failure is not None or receipt is None:
         message = failure or RuntimeError("there is no receipt")
     else:
-        message = _encode(receipt)
+        message = encode_receipt(receipt)
     is_coordinator = job.coordinator.is_coordinator
     # Once the receipt is on its way the files may be those of a committed checkpoint.
     job.may_delete = isinstance(message, BaseException)
@@ -72,7 +74,7 @@ def _is_abort(error: BaseException) -> bool:
     return isinstance(error, CheckpointException) and not is_open
 
 
-def _encode(receipt: Receipt) -> bytes:
+def encode_receipt(receipt: Receipt) -> bytes:
     header = {
         "seconds": receipt.seconds,
         "files": [[entry.name, entry.size] for entry in receipt.files],
@@ -84,7 +86,8 @@ def _encode(receipt: Receipt) -> bytes:
         "length": receipt.length,
         "payload": receipt.payload,
     }
-    return frame(header, pack_columns(columns))
+    words = () if receipt.fingerprint is None else (receipt.fingerprint.astype("<u8").tobytes(),)
+    return frame(header, pack_columns(columns), *words)
 
 
 def _publish(messages: list[bytes], job: SaveJob) -> list[bytes]:
@@ -174,9 +177,11 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
     }
     table = plan.table
     planned = np.bincount(table.owner, minlength=len(messages))
+    words: list[bytes] = []
     seconds: list[float] = []
     for rank, message in enumerate(messages):
-        header, (packed,) = unframe(message)
+        header, (packed, *rest) = unframe(message)
+        words += rest
         seconds.append(header["seconds"])
         received = unpack_columns(packed)
         count = len(received["file"])
@@ -212,7 +217,15 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
         empty=job.plan.empty,
         superseded=job.plan.superseded,
         notes=job.notes,
+        fingerprint=_fingerprint(plan, words) if words else None,
     )
+
+
+def _fingerprint(plan: GlobalPlan, words: list[bytes]) -> Fingerprint:
+    """Of what all ranks have written, whose chunks were proven to tile the state."""
+    parts = np.frombuffer(b"".join(words), "<u8")
+    keys = plan.table.keys
+    return make_fingerprint(plan.names, keys, fingerprints_of(plan.table, parts))
 
 
 def versions() -> dict[str, str]:

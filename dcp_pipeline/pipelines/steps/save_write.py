@@ -1,4 +1,7 @@
-"""Node ``write``: stream this rank's share to storage, hashing every block on the way."""
+"""Node ``write``: stream this rank's share to storage, hashing every block on the way.
+
+The same bytes give what the chunks add to the fingerprints of their keys, while they are at hand.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,38 @@ from itertools import pairwise
 import numpy as np
 
 from dcp_pipeline.core.checksum import block_digests
+from dcp_pipeline.core.contributions import Contributions
+from dcp_pipeline.core.crc64 import Words
+from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import PeerFailedError
 from dcp_pipeline.core.manifest import FileEntry, SumsEntry
+from dcp_pipeline.core.runs import Box
 from dcp_pipeline.core.sums import BlockSums, encode_sums, sums_digest
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.values import Receipt, Share
 from dcp_pipeline.serialization.base import FileImage
 from dcp_pipeline.types.entries import Entries, Item, Piece
 
-__all__ = ["split_evenly", "write", "write_items"]
+__all__ = ["box_of", "items_of", "split_evenly", "step_views", "write", "write_items"]
 
 _SMALLEST_FILE = 4 << 20
+_STEP_BYTES = 1 << 20
 
 
 def write(staged: Entries, share: Share, job: SaveJob) -> Receipt:
     """Write this rank's data files and their digests; all durable when this returns."""
-    return write_items(list(_items(staged, share)), job)
+    return write_items(list(items_of(staged, share)), job, job.parts.config.fingerprint)
 
 
-def write_items(items: list[Item], job: SaveJob) -> Receipt:
+def write_items(items: list[Item], job: SaveJob, has_fingerprint: bool = False) -> Receipt:
     """Write items to this rank's data files, and the files' digests."""
     if not items:
         nothing = np.zeros(0, np.int64)
-        return Receipt((), None, nothing, nothing, nothing, nothing, 0)
+        words = np.zeros(0, np.uint64) if has_fingerprint else None
+        return Receipt((), None, nothing, nothing, nothing, nothing, 0, fingerprint=words)
     started = time.perf_counter()
     parts = split_evenly([_nbytes(item) for item in items], job.parts.storage.thread_count)
-    files = _write_files(job, [items[part] for part in parts])
+    files = _write_files(job, [items[part] for part in parts], has_fingerprint)
     entries = tuple(FileEntry(file.sums.name, file.image.size) for file in files)
     sums = _write_sums(job, [file.sums for file in files])
     job.directory.sync()
@@ -52,6 +61,7 @@ def write_items(items: list[Item], job: SaveJob) -> Receipt:
         payload=np.concatenate([image.payload for image in images]),
         nbytes=sum(image.size for image in images),
         seconds=time.perf_counter() - started,
+        fingerprint=np.concatenate([file.words for file in files]) if has_fingerprint else None,
     )
 
 
@@ -75,7 +85,7 @@ def _nbytes(item: Item) -> int:
     return len(data) if isinstance(data, bytes) else data.numel() * data.element_size()
 
 
-def _items(staged: Entries, share: Share) -> Iterator[Item]:
+def items_of(staged: Entries, share: Share) -> Iterator[Item]:
     """The chunks of the share, each over the local memory that it is a part of."""
     sources: list[tuple[int, Piece | None]] = []
     for position, entry in enumerate(staged):
@@ -87,7 +97,7 @@ def _items(staged: Entries, share: Share) -> Iterator[Item]:
         position, piece = sources[row]
         entry, name = staged[position], share.names[position]
         if piece is None:
-            yield Item(name, (), (), (), None, entry.payload)
+            yield Item(name, (), (), (), None, entry.payload, entry.digest)
             continue
         width = len(entry.shape)
         begin, extent = tuple(offset[:width]), tuple(size[:width])
@@ -103,15 +113,16 @@ def _items(staged: Entries, share: Share) -> Iterator[Item]:
 class _Written:
     image: FileImage
     sums: BlockSums
+    words: Words
 
 
-def _write_files(job: SaveJob, parts: list[list[Item]]) -> list[_Written]:
+def _write_files(job: SaveJob, parts: list[list[Item]], has_fingerprint: bool) -> list[_Written]:
     """One thread a file. The first error stops the others, and is the one that is raised."""
     stop = threading.Event()
 
     def write_one(number: int) -> _Written:
         try:
-            return _write_file(job, number, parts[number], stop)
+            return _write_file(job, number, parts[number], stop, has_fingerprint)
         except BaseException:
             stop.set()
             raise
@@ -134,24 +145,61 @@ def _write_files(job: SaveJob, parts: list[list[Item]]) -> list[_Written]:
     return [future.result() for future in futures]
 
 
-def _write_file(job: SaveJob, number: int, items: list[Item], stop: threading.Event) -> _Written:
+def _write_file(
+    job: SaveJob, number: int, items: list[Item], stop: threading.Event, has_fingerprint: bool
+) -> _Written:
     layout, serialization = job.parts.layout, job.parts.serialization
     rank = job.coordinator.rank
     name = layout.data_name(rank, number, job.save_id, serialization.extension)
     image = serialization.image(items)
     digests: list[bytes] = []
+    taken = _contributions(items, image) if has_fingerprint else None
+    position = 0
 
     def observe(data: memoryview) -> None:
         if stop.is_set():
             raise PeerFailedError("another thread of this rank has failed")
         job.check_peers()
-        digests.append(block_digests(layout.checksum, data, layout.block_bytes))
+        nonlocal position
+        # In small steps: the bytes are still in the cache when they are hashed again.
+        for part in step_views(data, layout.block_bytes):
+            digests.append(block_digests(layout.checksum, part, layout.block_bytes))
+            if taken is not None:
+                taken.add(position, part)
+            position += len(part)
 
     _create(job, name, lambda: job.directory.write(
         name, image.size, image.segments(), observe, layout.block_bytes
     ))  # fmt: skip
     sums = BlockSums(name, image.size, layout.checksum, layout.block_bytes, b"".join(digests))
-    return _Written(image, sums)
+    return _Written(image, sums, _words(items, taken))
+
+
+def step_views(data: memoryview, multiple: int = 1) -> Iterator[memoryview]:
+    """``data`` in steps of 1 MiB, or as near to that as whole blocks of ``multiple`` come."""
+    step = max(1, _STEP_BYTES // multiple) * multiple
+    for begin in range(0, len(data), step):
+        yield data[begin : begin + step]
+
+
+def _contributions(items: list[Item], image: FileImage) -> Contributions:
+    lengths = [0 if item.dtype is None else _nbytes(item) for item in items]
+    starts = (image.offset + image.payload).tolist()
+    return Contributions(starts, lengths, lambda row: box_of(items[row]))
+
+
+def box_of(item: Item) -> Box:
+    """The box that an item of a tensor is."""
+    assert item.dtype is not None
+    return Box(item.shape, item.offsets, item.sizes, ITEM_SIZES[item.dtype])
+
+
+def _words(items: list[Item], taken: Contributions | None) -> Words:
+    """Per item what it adds to the fingerprint of its key, nothing where that was not taken."""
+    if taken is None:
+        return np.zeros(0, np.uint64)
+    words, _ = taken.result()
+    return words | np.asarray([item.digest for item in items], np.int64).view(np.uint64)
 
 
 def _write_sums(job: SaveJob, sums: list[BlockSums]) -> SumsEntry:
