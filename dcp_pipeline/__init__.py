@@ -59,6 +59,9 @@ if TYPE_CHECKING:
         UnsupportedLeafError as UnsupportedLeafError,
         WorldSizeMismatchError as WorldSizeMismatchError,
     )
+    from dcp_pipeline.core.fingerprint import (
+        Fingerprint as Fingerprint,
+    )
     from dcp_pipeline.core.manifest import (
         Manifest as Manifest,
     )
@@ -89,6 +92,9 @@ if TYPE_CHECKING:
     )
     from dcp_pipeline.pipeline import (
         Pipeline as Pipeline,
+    )
+    from dcp_pipeline.pipelines.fingerprinting import (
+        fingerprint as fingerprint,
     )
     from dcp_pipeline.pipelines.report import (
         CastRecord as CastRecord,
@@ -187,6 +193,7 @@ _HOME = {
         "UnsupportedLeafError",
         "WorldSizeMismatchError",
     ),
+    "dcp_pipeline.core.fingerprint": ("Fingerprint",),
     "dcp_pipeline.core.manifest": ("Manifest",),
     "dcp_pipeline.core.registry": ("register",),
     "dcp_pipeline.core.table": ("ChunkTable",),
@@ -205,6 +212,7 @@ _HOME = {
     ),
     "dcp_pipeline.manager": ("CheckpointEvent", "CheckpointManager"),
     "dcp_pipeline.pipeline": ("Pipeline",),
+    "dcp_pipeline.pipelines.fingerprinting": ("fingerprint",),
     "dcp_pipeline.pipelines.report": (
         "CastRecord",
         "LoadReport",

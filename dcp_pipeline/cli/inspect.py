@@ -11,10 +11,12 @@ import typer
 from rich.table import Table
 
 from dcp_pipeline.cli.options import AsJson
-from dcp_pipeline.cli.tables import cell, moment, show, size, table
+from dcp_pipeline.cli.tables import cell, moment, show, size, table, terminal_width
 from dcp_pipeline.tools.inspect import FileInfo, Inspection, KeyInfo, Summary, inspect
 
 __all__ = ["command", "files_table"]
+
+_WIDE = 120
 
 
 def command(
@@ -30,7 +32,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(_plain(found, files), indent=2))
     else:
-        show(_summary_table(found.summary), _key_table(found.keys))
+        show(_summary_table(found.summary, found.fingerprint), _key_table(found.keys))
         if files:
             show(files_table(found.files))
     for problem in found.problems:
@@ -42,6 +44,7 @@ def command(
 def _plain(found: Inspection, files: bool) -> dict[str, object]:
     report: dict[str, object] = {
         "summary": asdict(found.summary),
+        "fingerprint": found.fingerprint,
         "keys": [asdict(key) for key in found.keys],
         "problems": list(found.problems),
     }
@@ -50,7 +53,7 @@ def _plain(found: Inspection, files: bool) -> dict[str, object]:
     return report
 
 
-def _summary_table(summary: Summary) -> Table:
+def _summary_table(summary: Summary, fingerprint: str | None) -> Table:
     rows = {
         "checkpoint": summary.path,
         "kind": summary.kind,
@@ -66,6 +69,7 @@ def _summary_table(summary: Summary) -> Table:
         "tensors": size(summary.tensor_bytes),
         "data files": f"{summary.files}, {size(summary.file_bytes)}",
         ".metadata": "yes: plain DCP opens it" if summary.has_metadata else "no",
+        "fingerprint": fingerprint,
         "config digest": summary.config_digest,
     }
     result = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -79,6 +83,10 @@ def _summary_table(summary: Summary) -> Table:
 
 def _key_table(keys: Iterable[KeyInfo]) -> Table:
     result = table("key", "dtype", "shape", "chunks", "bytes", "tied to", right=("chunks", "bytes"))
+    # Names come first: on a narrow terminal nothing would be left of them.
+    is_wide = terminal_width() >= _WIDE
+    if is_wide:
+        result.add_column("fingerprint", no_wrap=True)
     for key in keys:
         result.add_row(
             cell(key.name),
@@ -87,6 +95,7 @@ def _key_table(keys: Iterable[KeyInfo]) -> Table:
             "" if key.alias else str(key.chunks),
             size(key.nbytes),
             cell(key.alias),
+            *([key.fingerprint or ""] if is_wide else []),
         )
     return result
 

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["age", "cell", "moment", "show", "size", "table"]
+__all__ = ["age", "cell", "moment", "show", "size", "table", "terminal_width"]
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -27,6 +27,11 @@ def show(*parts: RenderableType) -> None:
     console = Console(markup=False, highlight=False, emoji=False)
     for part in parts:
         console.print(part)
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, 80 where there is none."""
+    return Console().width
 
 
 def cell(text: object, style: str = "") -> Text:

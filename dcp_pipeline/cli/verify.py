@@ -97,6 +97,8 @@ def _show(report: VerifyReport) -> None:
         show(cell(f"note: {note}"))
     for what in report.not_verified:
         show(cell(f"not verified: {what}", "yellow"))
+    if report.is_well and report.fingerprint:
+        show(f"the values have the fingerprint {report.fingerprint}")
     if report.is_well:
         show(cell("nothing is wrong", "green"))
     else:

@@ -87,6 +87,8 @@ class PipelineConfig(FrozenModel):
             ``once`` and passed on; ``auto`` passes on where that saves much: many replicas, or
             blocks of which each rank needs only a part.
         overwrite: whether a save ``replace``s a committed checkpoint or raises an ``error``.
+        fingerprint: whether a save takes the fingerprint of the values while it writes them, and
+            keeps it in the manifest.
     """
 
     stager: Annotated[SerializeAsAny[KindConfig], _group("stager", "inplace")] = (
@@ -118,6 +120,7 @@ class PipelineConfig(FrozenModel):
     transforms: Annotated[tuple[_Rule, ...], BeforeValidator(_as_tuple)] = ()
     overwrite: Literal["replace", "error"] = "replace"
     read_replicas: Literal["each", "once", "auto"] = "auto"
+    fingerprint: bool = True
 
     @model_validator(mode="after")
     def _kinds_go_together(self) -> Self:

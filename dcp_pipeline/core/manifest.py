@@ -24,6 +24,7 @@ from dcp_pipeline.core.errors import (
     NewerFormatError,
     UnsafeCheckpointError,
 )
+from dcp_pipeline.core.fingerprint import Fingerprint, decode_fingerprint, encode_fingerprint
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.path import Path, check_paths, decode_path, encode_path
 from dcp_pipeline.core.table import MAX_DIMENSIONS, ChunkTable, KeySpec, Kind
@@ -31,7 +32,7 @@ from dcp_pipeline.core.table import MAX_DIMENSIONS, ChunkTable, KeySpec, Kind
 __all__ = ["FileEntry", "Manifest", "MetadataEntry", "SumsEntry", "safe_name"]
 
 FORMAT: Final = "dcp_pipeline.checkpoint"
-VERSION: Final = (1, 0)
+VERSION: Final = (1, 1)
 _CHUNK_COLUMNS: Final = ("key", "owner", "file", "offset", "length", "payload")
 
 
@@ -80,6 +81,7 @@ class Manifest:
         metadata: the ``.metadata`` written along, if any.
         superseded: digest of the ``.metadata`` that this save replaces, if there was one.
         notes: what the caller wants to know of the checkpoint later, as plain JSON data.
+        fingerprint: of the values, ``None`` where none was taken.
     """
 
     save_id: str
@@ -99,6 +101,7 @@ class Manifest:
     metadata: MetadataEntry | None = None
     superseded: str | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
 
     @property
     def is_foreign(self) -> bool:
@@ -121,6 +124,7 @@ class Manifest:
             "superseded": self.superseded,
             "config": dict(self.config),
             "notes": dict(self.notes),
+            "fingerprint": self.fingerprint and encode_fingerprint(self.fingerprint, self.names),
             "keys": [_encode_key(*row) for row in zip(self.names, self.table.keys, strict=True)],
             "empty": [[encode_path(path), kind] for path, kind in self.empty],
             "files": [[entry.name, entry.size] for entry in self.files],
@@ -257,6 +261,7 @@ def _decode(members: dict[str, Any]) -> Manifest:
         else MetadataEntry(_size(metadata["size"]), str(metadata["digest"])),
         superseded=None if superseded is None else str(superseded),
         notes=dict(members.get("notes") or {}),
+        fingerprint=decode_fingerprint(members.get("fingerprint"), names, specs),
     )
     check_places(manifest)
     return manifest

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dcp_pipeline.core.checksum import array_digest, digest_of
 from dcp_pipeline.core.packing import Column
-from dcp_pipeline.formats.typed_json import canonical
+from dcp_pipeline.formats.value_digest import value_digest
 from dcp_pipeline.types.entries import Item
 
 __all__ = ["FileImage", "Serialization"]
@@ -76,9 +75,4 @@ class Serialization(ABC):
 
     def encode_comparable(self, value: Any) -> tuple[bytes, int]:
         """The stored bytes, and a digest that is equal where values of two ranks are."""
-        if type(value) in (bytes, bytearray):
-            # As text they would be in memory several times.
-            name = type(value).__name__.encode()
-            return self.encode_value(value), array_digest(name + digest_of("xxh3_64", value))
-        meaning = canonical(value)
-        return self.encode_value(value), 0 if meaning is None else array_digest(meaning)
+        return self.encode_value(value), value_digest(value)

@@ -72,6 +72,7 @@ class KeyInfo:
         chunks: in how many parts it is stored.
         nbytes: bytes of its elements, or of a value as it is stored.
         alias: the key whose storage it shares (tied weights), which then has the chunks.
+        fingerprint: of its values, 16 hexadecimal digits; ``None`` where none is recorded.
     """
 
     name: str
@@ -81,6 +82,7 @@ class KeyInfo:
     chunks: int
     nbytes: int
     alias: str | None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,14 @@ class Inspection:
         keys: in the order of the checkpoint.
         files: the commit record first, then data and digests.
         is_overwritten: whether plain DCP has saved over a checkpoint of ours.
+        fingerprint: of all values, 64 hexadecimal digits; ``None`` where none is recorded.
     """
 
     summary: Summary
     keys: tuple[KeyInfo, ...]
     files: tuple[FileInfo, ...]
     is_overwritten: bool
+    fingerprint: str | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -159,6 +163,7 @@ def inspect(path: str | os.PathLike[str], keys: str = "*") -> Inspection:
         tuple(key for key in listed if fnmatchcase(key.name, keys)),
         tuple(files_of(directory, found, manifest)),
         is_overwritten=manifest.is_foreign and found.has_manifest,
+        fingerprint=None if manifest.fingerprint is None else manifest.fingerprint.value,
     )
 
 
@@ -210,6 +215,7 @@ def _keys(manifest: Manifest) -> list[KeyInfo]:
                 int(chunks[key]),
                 int(values[key]) if spec.dtype is None else elements,
                 manifest.names[spec.alias] if spec.alias >= 0 else None,
+                None if manifest.fingerprint is None else manifest.fingerprint.of(name),
             )
         )
     return result

@@ -24,6 +24,7 @@ from dcp_pipeline.tools.verify_blocks import check_blocks, check_sums
 from dcp_pipeline.tools.verify_items import check_items
 from dcp_pipeline.tools.verify_plain import check_metadata, verify_plain
 from dcp_pipeline.tools.verify_report import Findings, KeyIndex, Problem, Progress, VerifyReport
+from dcp_pipeline.tools.verify_values import ValueCheck
 
 __all__ = ["Problem", "VerifyReport", "verify", "verify_all"]
 
@@ -153,17 +154,20 @@ def _verify_ours(
     directory: Directory, manifest: Manifest, findings: Findings, threads: int
 ) -> None:
     is_alias = np.asarray([spec.alias >= 0 for spec in manifest.table.keys], bool)
-    for text in tiling_problems(manifest.table, is_alias):
+    gaps = tiling_problems(manifest.table, is_alias)
+    for text in gaps:
         findings.add(names.MANIFEST, text, "chunks that cover every tensor once")
     for text in contradictions(spec.path for spec in manifest.table.keys)[:_MAX_PATHS]:
         findings.add(names.MANIFEST, text, "keys of one nested state")
     index = KeyIndex(manifest)
+    values = ValueCheck(manifest, index, findings, is_tiled=not gaps)
     if manifest.checksum is None:
         findings.cannot_verify("the bytes of the data files: they were saved without digests")
     else:
         sums = check_sums(directory, manifest, findings)
-        check_blocks(directory, manifest, sums, index, findings, threads)
-    check_items(directory, manifest, index, findings, threads)
+        check_blocks(directory, manifest, sums, index, findings, threads, values)
+    check_items(directory, manifest, index, findings, threads, values)
+    values.compare()
     _check_metadata_file(directory, manifest, findings)
 
 

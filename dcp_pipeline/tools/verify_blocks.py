@@ -12,6 +12,7 @@ from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.sums import BlockSums, parse_sums, sums_digest
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.tools.verify_report import Findings, KeyIndex
+from dcp_pipeline.tools.verify_values import ValueCheck
 
 __all__ = ["check_blocks", "check_sums", "in_threads"]
 
@@ -81,8 +82,13 @@ def check_blocks(
     index: KeyIndex,
     findings: Findings,
     threads: int,
+    values: ValueCheck,
 ) -> None:
-    """Read every data file whole, and name what lies in blocks that are not what was written."""
+    """Read every data file whole, and name what lies in blocks that are not what was written.
+
+    Args:
+        values: gets to see the same bytes.
+    """
     tasks: list[tuple[int, BlockSums, int, int]] = []
     bad: dict[int, list[int]] = {}
     for number, entry in enumerate(manifest.files):
@@ -112,11 +118,16 @@ def check_blocks(
             with directory.open(name) as source:
                 step = max(known.block_bytes, _STEP_BYTES // known.block_bytes * known.block_bytes)
                 buffer = bytearray(min(step, end - begin))
+                reading = values.reading(number, begin, end)
                 for at in range(begin, end, step):
                     view = memoryview(buffer)[: min(step, end - at)]
                     source.read_into(at, view)
                     findings.count(len(view))
                     bad[number] += _bad_blocks(known, view, at // known.block_bytes)
+                    if reading is not None:
+                        reading.add(at, view)
+                if reading is not None:
+                    reading.finish()
         except CheckpointError as error:
             findings.add(name, error, "", index.at(number, begin, end), index.rank(number))
             findings.mark_damaged(number, begin, end)

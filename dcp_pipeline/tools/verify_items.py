@@ -22,6 +22,7 @@ from dcp_pipeline.formats.zip_directory import Window, payload_offset, read_dire
 from dcp_pipeline.storage.base import Directory, Source
 from dcp_pipeline.tools.verify_blocks import in_threads
 from dcp_pipeline.tools.verify_report import Findings, KeyIndex
+from dcp_pipeline.tools.verify_values import ValueCheck
 
 __all__ = ["check_items"]
 
@@ -38,6 +39,7 @@ class _Check:
     manifest: Manifest
     index: KeyIndex
     findings: Findings
+    values: ValueCheck | None
 
     def problem(self, file: int, row: int, found: object, expected: str = "") -> None:
         self.findings.add(
@@ -66,12 +68,16 @@ def check_items(
     index: KeyIndex,
     findings: Findings,
     threads: int,
+    values: ValueCheck | None = None,
 ) -> None:
     """Look into every item that is not known to be damaged.
 
     Items of plain DCP have no digest but the CRCs of their zip records, which are compared.
+
+    Args:
+        values: compares those that are no tensors.
     """
-    check = _Check(directory, manifest, index, findings)
+    check = _Check(directory, manifest, index, findings, values)
     files = range(len(manifest.files))
     if manifest.serialization == "safetensors":
         in_threads(threads, "verify", _check_safetensors, [(check, file) for file in files])
@@ -154,7 +160,9 @@ def _check_stored(
         )
     elif spec.dtype is None:
         try:
-            decode(_reader(source)(stored.begin, length))
+            value = decode(_reader(source)(stored.begin, length))
+            if check.values is not None:
+                check.values.compare_value(file, row, value)
         except CheckpointError as error:
             check.problem(file, row, error, "typed JSON")
 
@@ -178,14 +186,15 @@ def _check_zip(check: _Check, file: int, row: int, source: Source) -> None:
     offset, length = int(table.offset[row]), int(table.length[row])
     read = _reader(source, offset)
     if spec.dtype is None:
-        _check_value(check, Window(read, length))
+        _check_value(check, file, row, Window(read, length))
     else:
         _check_tensor(check, file, row, read)
     if check.manifest.is_foreign:
         _check_crcs(check, file, row, source)
 
 
-def _check_value(check: _Check, window: Window) -> None:
+def _check_value(check: _Check, file: int, row: int, window: Window) -> None:
+    from dcp_pipeline.formats.torch_values import read_value
     from dcp_pipeline.formats.value_guard import globals_of_value, pickle_of_value
 
     config = check.manifest.config.get("serialization")
@@ -201,6 +210,9 @@ def _check_value(check: _Check, window: Window) -> None:
             f"whether values that name {list_some(sorted(unknown), 5)} can be unpickled: only what"
             " serialization.safe_globals admits is, or anything with trusted=true"
         )
+    if not unknown and check.values is not None and check.values.is_recorded(row):
+        data = window.take(0, int(check.manifest.table.length[row]))
+        check.values.compare_value(file, row, read_value(data))
 
 
 def _check_tensor(check: _Check, file: int, row: int, read: Callable[[int, int], bytes]) -> None:

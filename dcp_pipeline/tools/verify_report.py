@@ -10,6 +10,7 @@ import numpy as np
 
 from dcp_pipeline.core.errors import list_some
 from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.core.packing import Column
 
 __all__ = ["Findings", "KeyIndex", "Problem", "Progress", "VerifyReport"]
 
@@ -58,6 +59,7 @@ class VerifyReport:
         files: how many were read whole.
         nbytes: bytes that were read.
         keys, chunks: how many the checkpoint holds.
+        fingerprint: of the values, as the manifest has it; ``None`` where it has none.
     """
 
     path: str
@@ -70,6 +72,7 @@ class VerifyReport:
     nbytes: int
     keys: int
     chunks: int
+    fingerprint: str | None = None
 
     @property
     def is_well(self) -> bool:
@@ -159,6 +162,9 @@ class Findings:
             nbytes=self.nbytes,
             keys=0 if manifest is None else len(manifest.names),
             chunks=0 if manifest is None else len(manifest.table),
+            fingerprint=None
+            if manifest is None or manifest.fingerprint is None
+            else manifest.fingerprint.value,
         )
 
 
@@ -186,10 +192,15 @@ class KeyIndex:
 
     def at(self, file: int, begin: int, end: int) -> tuple[str, ...]:
         """The keys that have bytes in a range of a file."""
+        rows = self.between(file, begin, end).tolist()
+        return tuple(dict.fromkeys(name for row in rows for name in self.names(row)))
+
+    def between(self, file: int, begin: int, end: int) -> Column:
+        """The rows that have bytes in a range of a file, by offset."""
         table = self._manifest.table
         rows = self._order[self._starts[file] : self._starts[file + 1]]
         hit = (table.offset[rows] < end) & (table.offset[rows] + table.length[rows] > begin)
-        return tuple(dict.fromkeys(name for row in rows[hit] for name in self.names(int(row))))
+        return rows[hit]
 
     def rank(self, file: int) -> int | None:
         """The rank that wrote a file; ``None`` for plain DCP, which does not say."""

@@ -73,6 +73,7 @@ class Item:
         shape: the key's global shape.
         dtype: name of the element type, ``None`` for a value.
         data: tensor of shape ``sizes``, or the bytes.
+        digest: of a value's meaning, 0 where it was not taken.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Item:
     shape: tuple[int, ...]
     dtype: str | None
     data: torch.Tensor | bytes
+    digest: int = 0
 
 
 class Entries(list[Entry]):

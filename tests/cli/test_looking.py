@@ -54,7 +54,9 @@ def test_inspect_as_json(capsys: Captured, tmp_path: Path) -> None:
     save_id = save(tmp_path)
     assert run("inspect", str(tmp_path), "--json", "--keys", "model.[wt]*", "--files") == 0
     report = json.loads(capsys.readouterr().out)
-    assert list(report) == ["summary", "keys", "problems", "files"]
+    assert list(report) == ["summary", "fingerprint", "keys", "problems", "files"]
+    assert len(report["fingerprint"]) == 64
+    assert {len(key.pop("fingerprint")) for key in report["keys"]} == {16}
     summary = report["summary"]
     assert list(summary) == [
         "path", "kind", "save_id", "created", "world_size", "versions", "serialization",

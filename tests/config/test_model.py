@@ -60,6 +60,7 @@ def test_defaults() -> None:
         "transforms": [],
         "overwrite": "replace",
         "read_replicas": "auto",
+        "fingerprint": True,
     }
 
 
@@ -171,7 +172,7 @@ MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         "sorage",
         "sorage: unknown key; a config takes: stager, planner, coordination, serialization, "
         "layout, storage, background, manager, rollback, strict, casts, transforms, overwrite,"
-        " read_replicas; did you "
+        " read_replicas, fingerprint; did you "
         "mean 'storage'?",
     ),
     (

@@ -76,7 +76,7 @@ def test_an_empty_manifest_comes_back() -> None:
 def test_it_is_json_with_one_member_a_line_and_a_digest_at_the_end() -> None:
     data = sample().encode()
     members = json.loads(data)
-    assert members["format"] == "dcp_pipeline.checkpoint" and members["version"] == [1, 0]
+    assert members["format"] == "dcp_pipeline.checkpoint" and members["version"] == [1, 1]
     assert data.count(b"\n") == len(members)
     assert list(members)[-1] == "digest"
 

@@ -316,8 +316,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     reports = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [report["is_well"] for report in reports] == [True, False, True]
     assert sorted(reports[1]) == [
-        "chunks", "files", "is_well", "keys", "kind", "nbytes", "not_verified", "notes", "path",
-        "problems", "save_id",
+        "chunks", "files", "fingerprint", "is_well", "keys", "kind", "nbytes", "not_verified",
+        "notes", "path", "problems", "save_id",
     ]  # fmt: skip
     assert sorted(reports[1]["problems"][0]) == ["expected", "file", "found", "keys", "rank"]
     assert run("verify", str(tmp_path / "nope")) == 1
