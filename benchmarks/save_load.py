@@ -2,7 +2,8 @@
 
     python -m benchmarks.save_load [--runs 5] [--quick] [--output FILE]
 
-Everything is synced to disk; ours with checksums, verification and commit on. Loads go into
+Everything is synced to disk; ours with checksums, verification and commit on, and with the
+fingerprint of the values but for one row, which shows what that costs. Loads go into
 tensors that exist, warm (the files are in the page cache) and cold (the kernel was asked to forget
 them).
 """
@@ -57,6 +58,7 @@ def main() -> None:
 def _saves(name: str, state: State, root: Path, runs: int) -> list[Result]:
     one = Pipeline.from_config({"storage": {"kind": "filesystem", "thread_count": 1}})
     two = Pipeline.from_config({})
+    bare = Pipeline.from_config({"fingerprint": False})
     tensors = Pipeline.from_config({"serialization": "safetensors"})
 
     def plain(threads: int) -> Callable[[], object]:
@@ -76,6 +78,7 @@ def _saves(name: str, state: State, root: Path, runs: int) -> list[Result]:
         "plain DCP, 2 threads": plain(2),
         "dcp_pipeline, 1 thread": lambda: one.save(state, root / "one"),
         "dcp_pipeline, 2 threads": lambda: two.save(state, root / "two"),
+        "dcp_pipeline, 2 threads, no fingerprint": lambda: bare.save(state, root / "bare"),
         "dcp_pipeline, safetensors": lambda: tensors.save(state, root / "tensors"),
         "safetensors file": safetensors,
         "raw write": lambda: _raw_write(state, root / "raw"),
