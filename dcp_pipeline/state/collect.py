@@ -77,8 +77,8 @@ def _entry(leaf: Leaf, encode_value: EncodeValue) -> Entry:
         return Entry(leaf.path, leaf.kind, payload=payload, digest=digest)
     if leaf.kind in (Kind.ARRAY, Kind.SCALAR):
         value = tensor_of_array(value)
-    is_tensor = isinstance(value, torch.Tensor)
-    if value.is_meta if is_tensor else value.device.type == "meta":
+    is_plain = type(value) is torch.Tensor
+    if value.is_meta if is_plain else value.device.type == "meta":
         raise UnsupportedLeafError("a tensor on the meta device, which has no values")
     sharded = pieces_of(value)
     return Entry(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from dcp_pipeline.state.first_step import state_after_a_step
-from dcp_pipeline.state.full_state import NOT_HERE, gathered, offloaded, sent_from_first, spread
+from dcp_pipeline.state.full_state import Form, Target, gathered, offloaded, sent_from_first, spread
 from dcp_pipeline.state.optimizer_state import GROUPS, STATE, Parameter, longest_name
 
 __all__ = ["sharded_state", "whole_state"]
@@ -33,31 +33,42 @@ def sharded_state(
     """This rank's shards of a full state; rank 0's, where ``options`` say so."""
     by_name = {parameter.name: parameter for parameter in parameters}
 
-    def like(place: Place, whole: torch.Tensor) -> Any:
+    def find(place: Place, form: Form) -> Target:
         name, inner = _name_and_rest(place, by_name)
         if name is None:
-            return None if place[0] == GROUPS else NOT_HERE
-        return _like(by_name[name], inner, whole)
+            return Target(is_here=place[0] == GROUPS)
+        return _target(by_name[name], inner, form)
+
+    def check(places: Collection[Place]) -> None:
+        return None  # what is missing is said when the optimizers are given their parts
 
     leaves = dict(_leaves(full, ()))
     if options.broadcast_from_rank0 and dist.is_initialized():
-        return _tree(sent_from_first(leaves, like))
-    return _tree(spread(leaves, like))
+        return _tree(sent_from_first(leaves, find, check))
+    return _tree(spread(leaves, find, check))
 
 
-def _like(parameter: Parameter, inner: Place, whole: torch.Tensor) -> Any:
+def _target(parameter: Parameter, inner: Place, form: Form) -> Target:
     """A tensor that is sharded as the optimizer has the one at ``inner``."""
     tensor = parameter.tensor
-    if whole.dim() == 0:
-        return None
-    if whole.shape == tensor.shape:
-        return tensor
+    if form.shape == ():
+        return Target()
+    own = _at(parameter.state, inner, form)
+    if own is not None:
+        return Target(own, is_own=True)
+    if form.shape == tuple(tensor.shape):
+        return Target(tensor)
     if not isinstance(tensor, DTensor):
-        return None
-    value: Any = parameter.state or state_after_a_step(parameter, is_sharded=True) or {}
+        return Target()
+    return Target(_at(state_after_a_step(parameter, is_sharded=True) or {}, inner, form))
+
+
+def _at(state: Mapping[Any, Any], inner: Place, form: Form) -> torch.Tensor | None:
+    value: Any = state
     for key in inner:
         value = value.get(key) if isinstance(value, Mapping) else None
-    return value if isinstance(value, torch.Tensor) and value.shape == whole.shape else None
+    is_such = isinstance(value, torch.Tensor) and tuple(value.shape) == form.shape
+    return value if is_such else None
 
 
 def _name_and_rest(place: Place, names: Mapping[str, Parameter]) -> tuple[str | None, Place]:

@@ -6,7 +6,7 @@ same keys in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dcp_pipeline.core.errors import ShapeMismatchError, list_some
+from dcp_pipeline.core.errors import CheckpointError, ShapeMismatchError, list_some
 from dcp_pipeline.state.pieces import pieces_of
 
-__all__ = ["NOT_HERE", "gathered", "offloaded", "sent_from_first", "spread"]
+__all__ = ["Form", "Target", "gathered", "offloaded", "sent_from_first", "spread"]
 
 
 def gathered(flat: Mapping[Any, Any], cpu_offload: bool) -> dict[Any, Any]:
@@ -33,6 +33,7 @@ def gathered(flat: Mapping[Any, Any], cpu_offload: bool) -> dict[Any, Any]:
         whole = value.full_tensor().detach() if isinstance(value, DTensor) else value
         if keeps:
             full[key] = offloaded(whole) if cpu_offload else whole
+        del whole  # before the next one is made
     return full
 
 
@@ -41,105 +42,129 @@ def offloaded(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-NOT_HERE = object()
-"""What :data:`Like` says of a tensor that this rank has no part of."""
-
-Like = Callable[[Any, torch.Tensor], Any]
-"""Key and whole tensor to the tensor whose sharding and device it shall have, ``None`` where it is
-to stay whole."""
-
-
 @dataclass(frozen=True)
-class _Form:
-    """What is sent of a tensor before its values."""
+class Form:
+    """What is known of a whole tensor before its values are."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def sent_from_first(full: Mapping[Any, Any], like: Like) -> dict[Any, Any]:
+@dataclass(frozen=True)
+class Target:
+    """Where a whole tensor goes.
+
+    Attributes:
+        like: the tensor whose sharding and device it gets; ``None`` to stay whole.
+        is_own: whether it is written into that tensor, which has memory and its dtype.
+        is_here: whether this rank has any part of it.
+    """
+
+    like: torch.Tensor | None = None
+    is_own: bool = False
+    is_here: bool = True
+
+
+Find = Callable[[Any, Form], Target]
+"""Where the tensor of a key goes."""
+
+
+def form_of(value: Any) -> Any:
+    """The form of a tensor; anything else as it is."""
+    return Form(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def sent_from_first(
+    full: Mapping[Any, Any], find: Find, check: Callable[[Collection[Any]], None]
+) -> dict[Any, Any]:
     """Rank 0's full state, cut to this rank's shards.
 
     A tensor is sent whole and cut on arrival, so that no rank holds more than one of them. Of what
     is not here there is ``None``.
 
+    Args:
+        full: on rank 0; other ranks' is not looked at.
+        check: is given all keys before anything is written, and may refuse them.
+
     Raises:
-        ShapeMismatchError: tensors are not of the shape that is wanted. All ranks have taken part.
+        CheckpointError: the keys or shapes do not fit on some rank. It is raised on all of them,
+            before anything was written.
     """
     is_first = dist.get_rank() == 0
-    sent = [{key: _form_of(value) for key, value in full.items()} if is_first else {}]
+    sent = [{key: form_of(value) for key, value in full.items()} if is_first else {}]
     dist.broadcast_object_list(sent, src=0)
     forms = sent[0]
+    refused: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refused, _refusal(forms, find, check))
+    for error in refused:
+        if error is not None:
+            raise error
     device = dist.distributed_c10d._get_pg_default_device()
-
-    def received() -> Iterator[tuple[Any, Any]]:
-        for key, form in forms.items():
-            if not isinstance(form, _Form):
-                yield key, form
-                continue
-            if is_first:
-                whole = full[key].detach().to(device).contiguous()
-            else:
-                whole = torch.empty(form.shape, dtype=form.dtype, device=device)
-            if whole.numel():
-                dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
-            yield key, whole
-
-    return _all_cut(received(), like)
-
-
-def spread(full: Mapping[Any, Any], like: Like) -> dict[Any, Any]:
-    """A full state that every rank has, cut to this rank's shards.
-
-    Raises:
-        ShapeMismatchError: tensors are not of the shape that is wanted.
-    """
-    return _all_cut(iter(full.items()), like)
-
-
-def _all_cut(full: Iterator[tuple[Any, Any]], like: Like) -> dict[Any, Any]:
     result: dict[Any, Any] = {}
-    wrong: list[tuple[str, object, object]] = []
-    for key, value in full:
-        if not isinstance(value, torch.Tensor):
-            result[key] = value
+    for key, form in forms.items():
+        if not isinstance(form, Form):
+            result[key] = form
             continue
-        target = like(key, value)
-        if target is NOT_HERE:
-            result[key] = None
-        elif isinstance(target, torch.Tensor) and target.shape != value.shape:
-            name = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
-            wrong.append((name, list(value.shape), list(target.shape)))
+        if is_first:
+            whole = full[key].detach().to(device).contiguous()
         else:
-            result[key] = _cut(value, target)
-    if wrong:
-        lines = [f"{name}: {given} given, {wanted} wanted" for name, given, wanted in wrong]
-        raise ShapeMismatchError(list_some(lines), shapes=wrong)
+            whole = torch.empty(form.shape, dtype=form.dtype, device=device)
+        if whole.numel():
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+        result[key] = _cut(whole, find(key, form))
+        del whole  # before the next one comes
     return result
 
 
-def _form_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _Form(tuple(value.shape), value.dtype)
-    return value
+def spread(
+    full: Mapping[Any, Any], find: Find, check: Callable[[Collection[Any]], None]
+) -> dict[Any, Any]:
+    """A full state that every rank has, cut to this rank's shards.
+
+    Raises:
+        CheckpointError: the keys or shapes do not fit; nothing was written.
+    """
+    error = _refusal({key: form_of(value) for key, value in full.items()}, find, check)
+    if error is not None:
+        raise error
+    return {
+        key: _cut(value, find(key, form_of(value))) if isinstance(value, torch.Tensor) else value
+        for key, value in full.items()
+    }
 
 
-def _cut(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """This rank's part of ``whole``, in memory of its own where it is only a part."""
-    if not isinstance(like, torch.Tensor):
+def _refusal(
+    forms: Mapping[Any, Any], find: Find, check: Callable[[Collection[Any]], None]
+) -> CheckpointError | None:
+    """Why a full state does not fit here."""
+    try:
+        check(forms.keys())
+    except CheckpointError as error:
+        return error
+    wrong: list[tuple[str, object, object]] = []
+    for key, form in forms.items():
+        like = find(key, form).like if isinstance(form, Form) else None
+        if like is not None and tuple(like.shape) != form.shape:
+            name = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
+            wrong.append((name, list(form.shape), list(like.shape)))
+    if not wrong:
+        return None
+    lines = [f"{name}: {given} given, {wanted} wanted" for name, given, wanted in wrong]
+    return ShapeMismatchError(list_some(lines), shapes=wrong)
+
+
+def _cut(whole: torch.Tensor, target: Target) -> torch.Tensor | None:
+    """This rank's part of ``whole``."""
+    like = target.like
+    if not target.is_here:
+        return None
+    if like is None:
         return whole
     if isinstance(whole, DTensor) or not isinstance(like, DTensor):
         return whole.to(whole.device if like.is_meta else like.device)
-    local = like.to_local()
-    device = torch.device(like.device_mesh.device_type) if like.is_meta else local.device
-    result = DTensor.from_local(
-        torch.empty_like(local, dtype=whole.dtype, device=device),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    result = like
+    if not (target.is_own and like.dtype == whole.dtype and not like.is_meta):
+        result = _memory_like(like, whole.dtype)
     with torch.no_grad():
         for piece in pieces_of(result).pieces:
             box = tuple(
@@ -148,3 +173,16 @@ def _cut(whole: torch.Tensor, like: Any) -> torch.Tensor:
             )
             piece.data.copy_(whole[box])
     return result
+
+
+def _memory_like(like: DTensor, dtype: torch.dtype) -> DTensor:
+    local = like.to_local()
+    device = torch.device(like.device_mesh.device_type) if like.is_meta else local.device
+    return DTensor.from_local(
+        torch.empty_like(local, dtype=dtype, device=device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dcp_pipeline.core.errors import MissingKeyError, StateError, UnexpectedKeyError, list_some
 from dcp_pipeline.state.fitting import Fit, FittingState, Stored
-from dcp_pipeline.state.full_state import NOT_HERE, gathered, offloaded, sent_from_first, spread
+from dcp_pipeline.state.full_state import Form, Target, gathered, offloaded, sent_from_first, spread
 from dcp_pipeline.state.model_names import ModelNames, spellings
 
 logger = logging.getLogger("dcp_pipeline")
@@ -119,23 +119,27 @@ def put_into_model(
     keys = names.keys(own)
     template = {name: own[key] for name, key in keys.items()}
     given = _named(state, keys)
+    frozen = set(_frozen(model, names)) if options.ignore_frozen_params else set()
 
-    def like(name: str, whole: torch.Tensor) -> Any:
-        return template.get(name, NOT_HERE)
+    def find(name: str, form: Form) -> Target:
+        return Target(template.get(name), is_own=True, is_here=name in template)
+
+    def check(found: Collection[str]) -> None:
+        if options.strict:
+            _check(
+                [name for name in keys if name not in found and name not in frozen],
+                [name for name in found if name not in keys],
+            )
 
     if options.broadcast_from_rank0:
-        given = sent_from_first(given, like)
+        given = sent_from_first(given, find, check)
     elif options.full_state_dict:
-        given = spread(given, like)
-    missing = [name for name in keys if name not in given]
-    if options.ignore_frozen_params:
-        frozen = set(_frozen(model, names))
-        missing = [name for name in missing if name not in frozen]
-    unexpected = [name for name in given if name not in keys]
-    if options.strict:
-        _check(missing, unexpected)
+        given = spread(given, find, check)
+    else:
+        check(given)
     _load(model, {keys[name]: value for name, value in given.items() if name in keys}, names)
-    return IncompatibleKeys(missing, unexpected)
+    missing = [name for name in keys if name not in given and name not in frozen]
+    return IncompatibleKeys(missing, [name for name in given if name not in keys])
 
 
 def _named(state: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["LAYOUTS", "Job", "Layout", "build"]
 
-HIDDEN, INNER, EXPERTS, LAYERS, VOCABULARY = 6, 10, 4, 4, 7
+HIDDEN, INNER, EXPERTS, LAYERS, VOCABULARY = 6, 12, 4, 4, 7
 LENGTH = 4
 """Tokens per sample: sequence parallelism splits them."""
 
