@@ -19,6 +19,7 @@ from dcp_pipeline.background.priority import lower_priority
 from dcp_pipeline.background.worker import Worker
 from dcp_pipeline.core.errors import BackgroundDiedError, ConfigError
 from tests.background.replies import Replies
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,7 +110,7 @@ def program(path: Path, background: str, end: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("background", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("end", ["return", "raise SystemExit(3)", "1 / 0"])
+@pytest.mark.parametrize("end", [slow("return"), slow("raise SystemExit(3)"), "1 / 0"])
 def test_a_program_that_ends_without_closing_waits(
     tmp_path: Path, background: str, end: str
 ) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dcp_pipeline.layout.base import Layout
 from dcp_pipeline.storage.filesystem import FileSystemDirectory, FileSystemStorage
 from tests.cases.jobs import files, load, pipeline_of, save, state_with, values_of
 from tests.distributed.pool import Pool
+from tests.marks import mostly_slow
 
 FAULTS = {
     "data is created": {"method": "create", "names": "*.distcp"},
@@ -45,10 +47,13 @@ def owned(path: Path) -> set[str]:
     return names | {"manifest.json", ".metadata"}
 
 
-@pytest.mark.parametrize(
-    ("fault", "rank"),
-    [*((name, rank) for name in FAULTS for rank in (0, 1)), *((name, 0) for name in COMMIT_FAULTS)],
-)
+ALL_FAULTS = [(name, rank) for name in FAULTS for rank in (0, 1)]
+ALL_FAULTS += [(name, 0) for name in COMMIT_FAULTS]
+ALWAYS = [(name, number % 2) for number, name in enumerate(FAULTS)]
+ALWAYS += [(name, 0) for name in COMMIT_FAULTS]
+
+
+@pytest.mark.parametrize(("fault", "rank"), mostly_slow(ALL_FAULTS, ALWAYS))
 def test_t02_a_save_over_a_checkpoint_fails_when(
     ranks: Pool, tmp_path: Path, fault: str, rank: int
 ) -> None:
@@ -118,8 +123,21 @@ def test_t01_data_without_a_commit_record_is_called_incomplete(ranks: Pool, tmp_
         assert "incomplete" in failure.message and str(tmp_path) in failure.message
 
 
-@pytest.mark.parametrize("change", [(4, 2), (4, 1), (2, 4), (1, 4)])
-@pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
+CHANGES = [(4, 2), (4, 1), (2, 4), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("serialization", "change"),
+    mostly_slow(
+        product(["torch_save", "safetensors"], CHANGES),
+        [
+            ("torch_save", (4, 2)),
+            ("safetensors", (4, 1)),
+            ("safetensors", (2, 4)),
+            ("torch_save", (1, 4)),
+        ],
+    ),
+)
 def test_t03_a_save_on_another_number_of_ranks_replaces_all_of_it(
     ranks: Pool, tmp_path: Path, change: tuple[int, int], serialization: str
 ) -> None:

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,22 @@ from dcp_pipeline.pipeline import Pipeline
 from tests.cases.jobs import files, load, pipeline_of, save, save_state, state_with, values_of
 from tests.distributed.pool import Pool
 from tests.equal import assert_same
+from tests.marks import mostly_slow, slow
 
 CODES = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG, errno.EROFS]
 
 
-@pytest.mark.parametrize("code", CODES, ids=[errno.errorcode[code] for code in CODES])
-@pytest.mark.parametrize("method", ["create", "reserve", "write", "sync"])
+METHODS = ["create", "reserve", "write", "sync"]
+
+
+@pytest.mark.parametrize(
+    ("method", "code"),
+    mostly_slow(
+        product(METHODS, CODES),
+        [(method, errno.EIO) for method in METHODS] + [("write", code) for code in CODES],
+    ),
+    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value,
+)
 def test_t16_every_rank_names_the_rank_and_the_systems_error(
     ranks: Pool, tmp_path: Path, code: int, method: str
 ) -> None:
@@ -85,7 +96,7 @@ def raise_and_sleep(path: Path, seconds: float, after: str) -> str:
     return "did not raise"
 
 
-@pytest.mark.parametrize("kind", ["built-in", "custom"])
+@pytest.mark.parametrize("kind", [slow("built-in"), "custom"])
 def test_t17_a_state_dict_that_raises_reaches_all_ranks_at_once(
     ranks: Pool, tmp_path: Path, kind: str
 ) -> None:
@@ -119,15 +130,15 @@ def fail_in_node(path: Path, node: str, graph: str) -> None:
 @pytest.mark.parametrize(
     ("node", "graph"),
     [
-        ("entries", "save"),
-        ("staged", "save"),
+        slow("entries", "save"),
+        slow("staged", "save"),
         ("local_plan", "save"),
-        ("share", "save"),
+        slow("share", "save"),
         ("receipt", "save"),
-        ("template", "load"),
-        ("manifest", "load"),
+        slow("template", "load"),
+        slow("manifest", "load"),
         ("match", "load"),
-        ("differences", "load"),
+        slow("differences", "load"),
         ("fetched", "load"),
     ],
 )
@@ -144,8 +155,16 @@ def test_a_users_node_that_fails_on_one_rank_fails_on_all(
     assert ranks(2).run(load, tmp_path) == [{1.0}, {1.0}]
 
 
-@pytest.mark.parametrize("file", ["__0_0.*", "__0_1.*", "__1_0.*", "__1_1.*"])
-@pytest.mark.parametrize("method", ["write", "reserve", "close"])
+FILES = ["__0_0.*", "__0_1.*", "__1_0.*", "__1_1.*"]
+
+
+@pytest.mark.parametrize(
+    ("method", "file"),
+    mostly_slow(
+        product(["write", "reserve", "close"], FILES),
+        [("write", FILES[0]), ("write", FILES[3]), ("reserve", FILES[2]), ("close", FILES[1])],
+    ),
+)
 def test_u01_one_of_two_writer_threads_fails(
     ranks: Pool, tmp_path: Path, file: str, method: str
 ) -> None:
@@ -253,8 +272,20 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("how", ERRORS)
-@pytest.mark.parametrize("rollback", ["copy", "verify_first"])
+@pytest.mark.parametrize(
+    ("rollback", "how"),
+    mostly_slow(
+        product(["copy", "verify_first"], ERRORS),
+        [
+            ("copy", "gone"),
+            ("copy", "cut off"),
+            ("copy", "flipped"),
+            ("verify_first", "emptied"),
+            ("verify_first", "appended to"),
+            ("verify_first", "flipped"),
+        ],
+    ),
+)
 def test_u13_a_load_that_fails_changes_nothing_on_any_rank(
     ranks: Pool, tmp_path: Path, how: str, rollback: str
 ) -> None:

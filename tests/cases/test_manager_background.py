@@ -21,9 +21,10 @@ from dcp_pipeline.manager.events import CheckpointEvent
 from dcp_pipeline.storage.changes import FileChanges
 from tests.cases.jobs import pipeline_of, state_with, values_of
 from tests.distributed.pool import Pool
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[2]
-KINDS = ["thread", "process"]
+KINDS = ["thread", slow("process")]
 
 RESUME = """
 import sys, torch
@@ -210,6 +211,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_leaving_waits_for_what_is_under_way(tmp_path: Path) -> None:
     with held_in_the_writer() as go, manager_of(tmp_path) as manager:
         manager.async_save(1, state(1.0))

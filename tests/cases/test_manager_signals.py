@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from dcp_pipeline.manager import CheckpointManager
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +98,7 @@ def test_t81_a_signal_to_one_rank_in_the_middle_of_a_step(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{saved[0][0]}"]
 
 
-@pytest.mark.parametrize("background", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("background", [slow("thread"), slow("process")])
 def test_t81_with_saves_in_the_background(tmp_path: Path, background: str) -> None:
     """Also the processes beside the rank get the signal, as where a scheduler sends it to all."""
     job = start(tmp_path, 2, 0.0, background)

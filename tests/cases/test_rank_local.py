@@ -1,11 +1,8 @@
-"""State of single ranks: T52, T53, T54, T55, and the kind behind them."""
+"""State of single ranks: T53, T54, T55, and the kind behind them."""
 
-import logging
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,116 +10,10 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_pipeline
 from dcp_pipeline import RankLocal, RngState
-from dcp_pipeline.core.errors import WorldSizeMismatchError
 from tests.cases.jobs import load_state, pipeline_of, save_state
+from tests.cases.rank_locals import KINDS, Loader, draw, loader_of, scramble
 from tests.distributed.pool import Pool
-
-KINDS = ["torch_save", "safetensors"]
-
-
-def draw() -> list[Any]:
-    return [
-        [random.gauss(0, 1) for _ in range(3)],
-        np.random.normal(size=3).tolist(),
-        torch.randn(3).tolist(),
-    ]
-
-
-def scramble(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    random.gauss(0, 1), np.random.normal()
-
-
-# T52: random states.
-
-
-def save_random(path: Path, config: dict[str, Any]) -> list[Any]:
-    scramble(100 + dist.get_rank())
-    save_state({"rng": RankLocal(RngState())}, path, config)
-    return draw()
-
-
-def load_random(path: Path, rule: str, config: dict[str, Any]) -> tuple[list[Any], list[Any], Any]:
-    """What is drawn after the load, what would have been without it, and the report."""
-    seed = 200 + dist.get_rank()
-    scramble(seed)
-    without = draw()
-    scramble(seed)
-    with pipeline_of(config) as pipeline:
-        report = pipeline.load({"rng": RankLocal(RngState(), on_resize=rule)}, path)
-    return draw(), without, report.resized
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_t52_every_rank_goes_on_with_its_own_numbers(
-    ranks: Pool, tmp_path: Path, world: int, kind: str
-) -> None:
-    config = {"serialization": kind}
-    saved = ranks(world).run(save_random, tmp_path, config)
-    assert len({str(numbers) for numbers in saved}) == world
-    for rule in ("error", "fresh", "first"):
-        found = ranks(world).run(load_random, tmp_path, rule, config)
-        assert [after for after, _, _ in found] == saved
-        assert all(resized == [] for _, _, resized in found)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 3])
-def test_t52_on_another_number_of_ranks_all_do_alike(
-    ranks: Pool, tmp_path: Path, world: int, kind: str
-) -> None:
-    config = {"serialization": kind}
-    saved = ranks(2).run(save_random, tmp_path, config)
-    errors = ranks(world).fail(load_random, tmp_path, "error", config)
-    assert len({error.message for error in errors}) == 1
-    for error in errors:
-        assert error.is_a("WorldSizeMismatchError") and error.is_a("StateError")
-        assert f"rng: 2 ranks have saved, {world} load" in error.message
-        assert [tuple(entry) for entry in error.world_sizes] == [("rng", 2, world)]
-    for after, without, resized in ranks(world).run(load_random, tmp_path, "fresh", config):
-        assert after == without and resized == [("rng", 2, world)]
-    for after, _, resized in ranks(world).run(load_random, tmp_path, "first", config):
-        assert after == saved[0] and resized == [("rng", 2, world)]
-
-
-def load_with_rules(path: Path, rules: list[str]) -> None:
-    load_state({"rng": RankLocal(RngState(), on_resize=rules[dist.get_rank()])}, path)
-
-
-def test_t52_ranks_that_declare_different_rules(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2).run(save_random, tmp_path, {})
-    for rules in (["fresh", "first", "fresh"], ["fresh", "error", "error"]):
-        for error in ranks(3).fail(load_with_rules, tmp_path, rules):
-            assert "different rules in on_resize: rng (fresh on ranks [0" in error.message
-
-
-def load_without_touching(path: Path) -> tuple[Any, Any]:
-    weight, own = torch.zeros(2), RankLocal({"at": -1})
-    state = {"w": weight, "own": own, "rng": RankLocal(RngState())}
-    before = torch.get_rng_state()
-    with pytest.raises(WorldSizeMismatchError) as caught:
-        load_state(state, path)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert weight.tolist() == [0, 0] and own.value == {"at": -1}
-    return str(caught.value), [tuple(entry) for entry in caught.value.world_sizes]
-
-
-def save_several(path: Path) -> None:
-    own = {"at": dist.get_rank()}
-    save_state({"w": torch.ones(2), "own": RankLocal(own), "rng": RankLocal(RngState())}, path)
-
-
-def test_t52_one_error_names_them_all_before_anything_is_touched(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    ranks(2).run(save_several, tmp_path)
-    found = ranks(3).run(load_without_touching, tmp_path)
-    assert len({message for message, _ in found}) == 1
-    assert [sizes for _, sizes in found] == [[("own", 2, 3), ("rng", 2, 3)]] * 3
-
+from tests.marks import mostly_slow, slow
 
 # T53, T54: without it.
 
@@ -154,37 +45,6 @@ def test_t53_t54_what_differs_and_is_not_declared(ranks: Pool, tmp_path: Path, k
     assert not list(tmp_path.glob("*.json"))
 
 
-# T55: data loaders.
-
-
-class Loader:
-    """Goes through numbers of its own; its state grows and changes its structure."""
-
-    def __init__(self, start: int) -> None:
-        self.start, self.seen = start, 0
-
-    def step(self) -> int:
-        self.seen += 1
-        return self.start + self.seen
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self.seen:
-            return {}
-        workers = {f"worker_{n}": {"rng": torch.full((n + 1,), self.start)} for n in range(2)}
-        return {"start": self.start, "seen": self.seen} | (workers if self.seen > 2 else {})
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start, self.seen = state.get("start", self.start), state.get("seen", 0)
-        assert ("worker_1" in state) == (self.seen > 2)
-
-
-def loader_of(rank: int, steps: int) -> Loader:
-    loader = Loader(1000 * rank)
-    for _ in range(steps):
-        loader.step()
-    return loader
-
-
 def save_loader(path: Path, config: dict[str, Any]) -> int:
     """Every rank is at another place; rank 0 has not begun, and its state says nothing."""
     rank = dist.get_rank()
@@ -199,8 +59,16 @@ def load_loader(path: Path, rule: str, config: dict[str, Any]) -> int:
     return loader.step()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 4), (2, 1), (3, 3)])
+RESIZED = [(4, 2), (2, 4), (4, 4), (2, 1), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    mostly_slow(
+        [(*sizes, kind) for sizes in RESIZED for kind in KINDS],
+        [(4, 2, "safetensors"), (2, 4, "torch_save"), (3, 3, "safetensors")],
+    ),
+)
 def test_t55_positions_of_data_loaders(
     ranks: Pool, tmp_path: Path, before: int, after: int, kind: str
 ) -> None:
@@ -371,7 +239,7 @@ def fail_to_load(path: Path, rank: int) -> list[Any]:
     return [loader.start, loader.seen]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [slow(0), 1])
 def test_a_failure_on_one_rank_puts_all_back(ranks: Pool, tmp_path: Path, rank: int) -> None:
     ranks(2).run(save_before_failure, tmp_path)
     assert ranks(2).run(fail_to_load, tmp_path, rank) == [[10000, 1], [11000, 1]]
@@ -403,24 +271,3 @@ def test_plain_dcp_both_ways(ranks: Pool, tmp_path: Path) -> None:
     assert ranks(2).run(load_by_us, tmp_path / "theirs") == [5, 1005]
     ranks(2).run(save_by_us, tmp_path / "ours")
     assert ranks(2).run(load_by_dcp, tmp_path / "ours") == [5, 1005]
-
-
-def warn_when_resized(path: Path) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dcp_pipeline")
-    logger.addHandler(handler)
-    try:
-        load_random(path, "fresh", {})
-    finally:
-        logger.removeHandler(handler)
-    return messages
-
-
-def test_one_rank_logs_what_is_not_as_it_was(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2).run(save_random, tmp_path, {})
-    first, *others = ranks(3).run(warn_when_resized, tmp_path)
-    assert others == [[], []]
-    assert len(first) == 1
-    assert "saved by 2 ranks, here are 3: every rank keeps its own rng" in first[0]

@@ -17,6 +17,7 @@ from dcp_pipeline.core.manifest import Manifest
 from tests.cases.jobs import files, pipeline_of
 from tests.distributed.pool import Pool
 from tests.equal import assert_same
+from tests.marks import mostly_slow, slow
 from tests.state.placements import placements_of
 
 SHAPES: list[tuple[int, ...]] = [(6,), (2,), (5,), (1,), (7, 3), (3, 1, 4), (4, 4)]
@@ -64,7 +65,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "placements"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "placements"), mostly_slow(LAYOUTS, [LAYOUTS[1], LAYOUTS[2], LAYOUTS[5]]), ids=str
+)
 def test_t42_t44_uneven_and_empty_shards_load_in_any_other_way(
     ranks: Pool, tmp_path: Path, mesh: list[int], placements: list[str]
 ) -> None:
@@ -119,7 +122,11 @@ def load_two_dimensional(path: Path, sizes: tuple[int, int]) -> dict[str, torch.
     return {name: value.full_tensor() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("sizes", [(6, 10), (5, 7), (3, 3), (8, 4), (1, 9)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [slow((6, 10)), (5, 7), slow((3, 3)), slow((8, 4)), (1, 9)],
+    ids=str,
+)
 def test_t45_fsdp2_over_tensor_parallelism(
     ranks: Pool, tmp_path: Path, sizes: tuple[int, int]
 ) -> None:

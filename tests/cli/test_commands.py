@@ -10,6 +10,7 @@ from dcp_pipeline.cli.main import main
 from dcp_pipeline.config.compose import compose
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.config.places import recipe_names
+from tests.marks import slow
 
 Captured = pytest.CaptureFixture[str]
 
@@ -138,15 +139,23 @@ def test_torch_stays_out(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_package_runs_as_a_module() -> None:
-    def ended(*command: str) -> tuple[int, str, str]:
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr
+def ended(*command: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
 
-    for arguments, code in ((["recipes", "--json"], 0), (["ls", "/nowhere"], 1), (["--help"], 0)):
-        by_module = ended("-m", "dcp_pipeline", *arguments)
-        assert by_module == ended("-m", "dcp_pipeline.cli.main", *arguments)
-        assert by_module[0] == code
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [slow(["recipes", "--json"], 0), (["ls", "/nowhere"], 1), slow(["--help"], 0)],
+    ids=str,
+)
+def test_the_package_runs_as_a_module(arguments: list[str], code: int) -> None:
+    by_module = ended("-m", "dcp_pipeline", *arguments)
+    assert by_module == ended("-m", "dcp_pipeline.cli.main", *arguments)
+    assert by_module[0] == code
+
+
+def test_the_package_runs_as_a_module_without_torch() -> None:
     free = (
         "import runpy, sys\nsys.argv[1:] = ['recipes']\n"
         "try:\n    runpy.run_module('dcp_pipeline', run_name='__main__')\n"

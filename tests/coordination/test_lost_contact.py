@@ -96,7 +96,12 @@ def rounds(here: Coordinator) -> dict[str, Callable[[], Any]]:
 @pytest.mark.parametrize("does", ["end", pytest.param("wait", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
-    "step", ["exchange", "broadcast", pytest.param("read", marks=pytest.mark.slow)]
+    "step",
+    [
+        "exchange",
+        pytest.param("broadcast", marks=pytest.mark.slow),
+        pytest.param("read", marks=pytest.mark.slow),
+    ],
 )
 def test_the_right_one_is_named(ranks: Pool, victim: int, does: str, step: str) -> None:
     # In the tree of 4 ranks 3 hears from 2, and all others from 0.

@@ -13,6 +13,7 @@ from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.core.errors import CheckpointError, CoordinationError, NotDistributedError
 from tests.distributed.outcome import Died
 from tests.distributed.pool import Pool
+from tests.marks import slow
 
 
 def coordinator(coordinator_rank: int = 0, group: Any = None, seconds: float = 30) -> Coordinator:
@@ -124,7 +125,7 @@ def end_before_the_round(rank: int) -> str:
     return "did not raise"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [slow(0), 1])
 def test_a_rank_that_ends_is_noticed(ranks: Pool, rank: int) -> None:
     found = ranks(2).outcomes(end_before_the_round, rank, seconds=50)
     assert isinstance(found[rank], Died) and found[rank].code == 3

@@ -24,6 +24,7 @@ from dcp_pipeline.tools.verify import verify
 from tests.corruption.hostile_ours import OURS, SAFETENSORS
 from tests.corruption.hostile_plain import PLAIN
 from tests.equal import assert_same
+from tests.memory import begin_peak, peak
 
 
 def state(value: float = -1.0) -> dict[str, Any]:
@@ -86,22 +87,13 @@ def main(folder: Path) -> None:
             attack(path)
             actions = {"load": _load, "load_keys": _load_keys, "verify": _verify}
             # From here on, so that what is measured is what this one takes.
-            Path("/proc/self/clear_refs").write_text("5")
-            before, started = _peak(), time.perf_counter()
+            before, started = begin_peak(), time.perf_counter()
             said = {what: _said(lambda act=action: act(path)) for what, action in actions.items()}  # type: ignore[misc]  # noqa: B023
-            seconds, grown = time.perf_counter() - started, _peak() - before
+            seconds, grown = time.perf_counter() - started, peak() - before
             made = (folder / "made-by-a-pickle").exists()
             report = {"kind": kind, "name": name, "seconds": seconds, "grown": grown, "made": made}
             print(json.dumps(report | {"said": said}), flush=True)
             shutil.rmtree(path)
-
-
-def _peak() -> int:
-    """Bytes of memory that the process has had at most since that was cleared."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("the system does not say")
 
 
 if __name__ == "__main__":

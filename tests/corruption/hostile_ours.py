@@ -8,6 +8,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +165,16 @@ def _packed(packed: Callable[[], bytes], count: int = 1) -> Attack:
     return attack
 
 
+@cache
+def _zeros(count: int) -> bytes:
+    return zlib.compress(bytes(count), 9)
+
+
 def _bomb(rows: int, copies: int, dimensions: int) -> bytes:
     """Zeros for eight columns, a thousand to a byte."""
     names = ("key", "owner", "file", "offset", "length", "payload", "offsets", "sizes")
     shapes = [[rows, dimensions] if name in ("offsets", "sizes") else [rows] for name in names]
-    blobs = [zlib.compress(bytes(rows * (shape[1:] or [1])[0]), 9) for shape in shapes]
+    blobs = [_zeros(rows * (shape[1:] or [1])[0]) for shape in shapes]
     header = json.dumps(
         [[n, s, 1, len(b)] for n, s, b in zip(names, shapes, blobs, strict=True)] * copies
     ).encode()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.corruption.hostile_ours import OURS, SAFETENSORS
 from tests.corruption.hostile_plain import PLAIN
+from tests.memory import needs_peak
 
 ROOT = Path(__file__).parents[2]
 SECONDS, BYTES = 2.0, 200e6
@@ -33,9 +34,7 @@ ATTACKS = [
 ]
 
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is Linux's to tell"
-)
+pytestmark = needs_peak
 
 
 @pytest.fixture(scope="module")

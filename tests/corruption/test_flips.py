@@ -48,7 +48,7 @@ def flips(path: Path, kind: str, count: int) -> list[dict[str, Any]]:
     return rest
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_u02_every_flip_is_refused_and_found(
     ranks: Pool, tmp_path: Path, kind: str, count: int

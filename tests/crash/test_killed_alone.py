@@ -8,6 +8,7 @@ import pytest
 
 from dcp_pipeline.storage.changes import FileChanges
 from tests.crash.scenes import STARTS
+from tests.marks import slow
 
 NOT_MADE = {name for name in vars(FileChanges) if name.startswith("_")}
 NOT_MADE |= {"make_directories", "remove_tree"}  # made of others
@@ -15,14 +16,16 @@ NOT_MADE |= {"touch", "remove_directory"}  # no short save renews its marker, or
 NOT_MADE |= {"link"}  # only where a lock was broken that another process had taken meanwhile
 WHEN = ("before", "halfway", "after")
 
-MAIN = [("nothing", "torch_save"), ("ours", "torch_save"), ("ours", "safetensors")]
+MAIN = [slow("nothing", "torch_save"), slow("ours", "torch_save"), ("ours", "safetensors")]
 OTHERS = [
     ("nothing", "safetensors"),
-    ("other", "torch_save"),
-    ("other", "safetensors"),
-    ("plain", "torch_save"),
+    slow("other", "torch_save"),
+    slow("other", "safetensors"),
+    slow("plain", "torch_save"),
+    slow("plain", "safetensors"),
+    slow("left_over", "torch_save"),
+    slow("half_committed", "torch_save"),
 ]
-OTHERS += [("plain", "safetensors"), ("left_over", "torch_save"), ("half_committed", "torch_save")]
 
 
 @pytest.mark.parametrize(("start", "serialization"), MAIN)
@@ -38,7 +41,6 @@ def test_a_save_killed_at_every_change(
         assert kinds["before"] == {*vars(FileChanges)} - NOT_MADE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("start", "serialization"), OTHERS)
 def test_a_save_killed_at_some_changes(
     crash: Callable[..., Any], tmp_path: Path, start: str, serialization: str

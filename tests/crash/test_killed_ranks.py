@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-SCENES = [
-    pytest.param("ours", "torch_save", marks=pytest.mark.slow),
-    ("nothing", "safetensors"),
-]
+from tests.marks import slow
+
+SCENES = [("ours", "torch_save"), ("nothing", "safetensors")]
 
 
+@pytest.mark.slow  # tests/faults_running/test_commit_lost.py kills it where it commits
 @pytest.mark.parametrize(("start", "serialization"), SCENES)
 def test_the_coordinator_is_killed(
     crash: Callable[..., Any], tmp_path: Path, start: str, serialization: str
@@ -22,11 +22,14 @@ def test_the_coordinator_is_killed(
     assert found["in_doubt"] >= 3
 
 
-@pytest.mark.parametrize(("start", "serialization"), SCENES)
+@pytest.mark.parametrize(
+    ("start", "serialization", "step"),
+    [slow(*SCENES[0], 2), (*SCENES[1], 4)],
+)
 def test_the_other_rank_is_killed(
-    crash: Callable[..., Any], tmp_path: Path, start: str, serialization: str
+    crash: Callable[..., Any], tmp_path: Path, start: str, serialization: str, step: int
 ) -> None:
-    found = crash("sweep:kill_ranks", str(tmp_path), start, serialization, 1, 2, False)
+    found = crash("sweep:kill_ranks", str(tmp_path), start, serialization, 1, step, False)
     assert found["problems"] == []
     assert found["in_doubt"] == 0
 

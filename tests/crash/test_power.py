@@ -8,10 +8,11 @@ import pytest
 
 from tests.crash.power import Change, Disk, images
 from tests.crash.scenes import STARTS
+from tests.marks import slow
 
 ALL = [(start, kind) for start in STARTS for kind in ("torch_save", "safetensors")]
 FEW = [("nothing", "safetensors"), ("ours", "torch_save"), ("other", "safetensors")]
-FEW += [("plain", "torch_save"), ("half_committed", "torch_save")]
+FEW += [slow("plain", "torch_save"), slow("half_committed", "torch_save")]
 
 
 def check(crash: Callable[..., Any], *call: Any) -> None:
@@ -42,15 +43,22 @@ def test_the_power_is_lost_after_a_save_that_was_killed_early(
     check(crash, call, str(tmp_path), "nothing", "safetensors", 1, 3)
 
 
-@pytest.mark.parametrize("changes", ["FailingDirectorySync", "FailingLastSync"])
+@pytest.mark.parametrize("changes", ["FailingDirectorySync", slow("FailingLastSync")])
 def test_the_power_is_lost_after_a_sync_that_failed(
     crash: Callable[..., Any], tmp_path: Path, changes: str
 ) -> None:
     check(crash, "blackout:lose_power", str(tmp_path), "ours", "torch_save", changes)
 
 
-@pytest.mark.parametrize("start", ["nothing", "ours"])
-@pytest.mark.parametrize("changes", ["WithoutSync", "WithoutDirectorySync"])
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        slow("WithoutSync", "nothing"),
+        ("WithoutSync", "ours"),
+        ("WithoutDirectorySync", "nothing"),
+        slow("WithoutDirectorySync", "ours"),
+    ],
+)
 def test_a_save_that_does_not_sync_is_found_out(
     crash: Callable[..., Any], tmp_path: Path, changes: str, start: str
 ) -> None:

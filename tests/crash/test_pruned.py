@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-SCENES = [("ours", "safetensors"), ("ours", "torch_save")]
+from tests.marks import slow
+
+SCENES = [("ours", "safetensors"), slow("ours", "torch_save")]
 
 
 @pytest.mark.parametrize(("start", "serialization"), SCENES)

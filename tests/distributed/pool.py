@@ -112,8 +112,7 @@ class Pool:
         self, size: int, function: Callable[..., Any], args: tuple[Any, ...], seconds: float
     ) -> list[Any]:
         """See :meth:`World.outcomes`."""
-        if not self._ranks:
-            self._start()
+        self._start(size)
         message = pickle.dumps((next(self._calls), size, function, args))
         ranks = self._ranks[:size]
         for rank in ranks:
@@ -160,11 +159,13 @@ class Pool:
             f"{function.__name__}: no answer of ranks {pending} in {seconds} s\n{stacks}\n{answers}"
         )
 
-    def _start(self) -> None:
+    def _start(self, size: int) -> None:
+        """Start what is missing of the first ``size`` ranks."""
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._ranks = [self._spawn(rank, self._store.port) for rank in range(SIZE)]
-        for rank in self._ranks:
+        new = [self._spawn(rank, self._store.port) for rank in range(len(self._ranks), size)]
+        self._ranks += new
+        for rank in new:
             assert rank.connection.poll(_START_SECONDS), rank.output()
             assert rank.connection.recv_bytes() == b"ready"
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from examples.checks import losses_within, read_losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +28,7 @@ def torchrun(folder: Path, ranks: int, *overrides: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # `make demo` trains, saves and resumes too
 def test_trains_saves_and_resumes_as_the_command_line_says(tmp_path: Path) -> None:
     # A copy, so that nobody edits the documents that it learns from while the test runs.
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

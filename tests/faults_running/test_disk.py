@@ -10,6 +10,7 @@ from tests.distributed.pool import Pool
 from tests.faults_running.disk import counted, problems_on_ranks, problems_with
 from tests.faults_running.faulty import SPACE_CODES, TAKES_SPACE, Fault, ShortWrites
 from tests.faults_running.jobs import check_loads, left_over, nothing_leaks, save
+from tests.marks import slow
 
 CODES = [
     errno.ENOSPC,
@@ -48,8 +49,16 @@ def sweep(path: Path, is_over_old: bool, codes: list[int], is_done: bool) -> Non
         assert problems_with(old, path / "work", faults(len(made), codes, is_done)) == []
 
 
-@pytest.mark.parametrize("is_done", [False, True], ids=["not made", "made all the same"])
-@pytest.mark.parametrize("is_over_old", [True, False], ids=["over another", "new"])
+@pytest.mark.parametrize(
+    ("is_over_old", "is_done"),
+    [(True, False), slow(True, True), slow(False, False), (False, True)],
+    ids=[
+        "over another-not made",
+        "over another-made all the same",
+        "new-not made",
+        "new-made all the same",
+    ],
+)
 def test_an_error_at_every_change(memory_path: Path, is_over_old: bool, is_done: bool) -> None:
     sweep(memory_path, is_over_old, [errno.EIO], is_done)
 
@@ -93,7 +102,7 @@ def test_short_writes_simply_succeed(tmp_path: Path) -> None:
     assert left_over(tmp_path) == []
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO], ids=name)
+@pytest.mark.parametrize("code", [errno.EROFS, slow(errno.EIO)], ids=name)
 def test_a_file_system_that_fails_for_good(memory_path: Path, code: int) -> None:
     """Nothing can be removed either; what is left goes with the next save once it works again."""
     save(memory_path / "old", 1)

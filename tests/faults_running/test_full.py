@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.faults_running.full import can_mount, limited, on_small_disk, without_inodes
+from tests.marks import slow
 
 
 @pytest.fixture
@@ -16,8 +17,11 @@ def mount_path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("reserve_space", [True, False], ids=["reserved", "not reserved"])
-@pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "cached"])
+@pytest.mark.parametrize(
+    ("direct_io", "reserve_space"),
+    [(True, True), slow(True, False), slow(False, True), (False, False)],
+    ids=["direct-reserved", "direct-not reserved", "cached-reserved", "cached-not reserved"],
+)
 def test_a_full_disk(mount_path: Path, reserve_space: bool, direct_io: bool) -> None:
     assert on_small_disk(mount_path, reserve_space, direct_io) == []
 

@@ -36,7 +36,7 @@ def test_one_of_two_ranks_at_every_node(ranks: Pool, memory_path: Path, rank: in
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_of_two_ranks_at_some_changes(ranks: Pool, memory_path: Path, rank: int) -> None:
-    found = ranks(2).run(interrupt_commits, memory_path, rank, 4, seconds=120.0)
+    found = ranks(2).run(interrupt_commits, memory_path, rank, 8, seconds=120.0)
     assert found == [[], []]
 
 
@@ -47,7 +47,7 @@ def test_one_of_two_ranks_at_every_change(ranks: Pool, memory_path: Path, rank: 
 
 
 def test_a_save_between_some_lines_leaves_nothing(memory_path: Path) -> None:
-    assert interrupt_saves_at_lines(memory_path, 61) == []
+    assert interrupt_saves_at_lines(memory_path, 149) == []
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_save_between_any_two_lines_leaves_nothing(memory_path: Path, first: i
 
 
 def test_a_load_between_some_lines_leaves_nothing(memory_path: Path) -> None:
-    assert interrupt_loads_at_lines(memory_path, 7) == []
+    assert interrupt_loads_at_lines(memory_path, 19) == []
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_pipeline.api import load, save
 from tests.distributed.pool import Pool
 from tests.interop.states import KINDS, NO_SHARD, check, fill, state_of
+from tests.marks import mostly_slow
 
 
 def write(path: Path, kind: str) -> None:
@@ -30,7 +31,11 @@ def read(path: Path, kind: str) -> None:
         check(state, fresh)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALWAYS = ["FSDP2 over TP, uneven", "HSDP", "ShardedTensor", NO_SHARD, "mixed"]
+"""Of the others, each splits its tensors as a part of one of these does."""
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, ALWAYS))
 def test_both_ways_on_other_numbers_of_ranks(ranks: Pool, tmp_path: Path, kind: str) -> None:
     ranks(2).run(write, tmp_path, kind)
     for loaded_on in (1, 4):

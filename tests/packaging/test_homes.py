@@ -12,8 +12,11 @@ from dcp_pipeline.config.compose import compose
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.config.places import recipe_names
 from dcp_pipeline.core.registry import GROUPS, kinds
+from tests.marks import mostly_slow
 
 from .conftest import ROOT, Home
+
+HOMES = ["tree", "sdist", "wheel"]
 
 COMPOSE_ALL = """
 import json, sys
@@ -30,6 +33,7 @@ print(json.dumps({"package": dcp_pipeline.__path__[0], "digests": digests}))
 """
 
 
+@pytest.mark.parametrize("home", mostly_slow(HOMES, ["wheel"]), indirect=True)
 def test_every_yaml_composes(home: Home, tmp_path: Path) -> None:
     expected = {name: compose(recipe=name).config.digest() for name in recipe_names()}
     for group in GROUPS:
@@ -47,36 +51,40 @@ def program(tmp_path: Path) -> Path:
     return folder
 
 
+PROGRAMS: dict[str, tuple[list[str], list[str], str | None]] = {
+    "defaults": ([], ["storage.stale_after_seconds=300.0"], None),
+    "overrides": (
+        ["checkpoint/serialization=safetensors", "checkpoint.storage.thread_count=4"],
+        [
+            "storage.stale_after_seconds=300.0",
+            "serialization=safetensors",
+            "storage.thread_count=4",
+        ],
+        None,
+    ),
+    "recipe": (["checkpoint=llama3_8b"], ["storage.stale_after_seconds=300.0"], "llama3_8b"),
+    "recipe and overrides": (
+        ["checkpoint=tiny_decoder", "checkpoint.storage.direct_io=true", "threads=9"],
+        ["storage.stale_after_seconds=300.0", "storage.direct_io=true"],
+        "tiny_decoder",
+    ),
+    "recipe of their own": (
+        ["checkpoint=mine", "checkpoint/layout=dcp", "checkpoint.rollback=copy"],
+        ["storage.stale_after_seconds=300.0", "rollback=copy"],
+        "program/conf/checkpoint/mine.yaml",
+    ),
+}
+ALWAYS = [("tree", "recipe of their own"), ("sdist", "overrides")]
+ALWAYS += [("wheel", "recipe and overrides")]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "overrides", "recipe"),
-    [
-        ([], ["storage.stale_after_seconds=300.0"], None),
-        (
-            ["checkpoint/serialization=safetensors", "checkpoint.storage.thread_count=4"],
-            [
-                "storage.stale_after_seconds=300.0",
-                "serialization=safetensors",
-                "storage.thread_count=4",
-            ],
-            None,
-        ),
-        (["checkpoint=llama3_8b"], ["storage.stale_after_seconds=300.0"], "llama3_8b"),
-        (
-            ["checkpoint=tiny_decoder", "checkpoint.storage.direct_io=true", "threads=9"],
-            ["storage.stale_after_seconds=300.0", "storage.direct_io=true"],
-            "tiny_decoder",
-        ),
-        (
-            ["checkpoint=mine", "checkpoint/layout=dcp", "checkpoint.rollback=copy"],
-            ["storage.stale_after_seconds=300.0", "rollback=copy"],
-            "program/conf/checkpoint/mine.yaml",
-        ),
-    ],
-    ids=["defaults", "overrides", "recipe", "recipe and overrides", "recipe of their own"],
+    ("home", "what"),
+    mostly_slow([(home, what) for home in HOMES for what in PROGRAMS], ALWAYS),
+    indirect=["home"],
 )
-def test_a_users_hydra_program(
-    home: Home, program: Path, arguments: list[str], overrides: list[str], recipe: str | None
-) -> None:
+def test_a_users_hydra_program(home: Home, program: Path, what: str) -> None:
+    arguments, overrides, recipe = PROGRAMS[what]
     report = home.report(str(program / "train.py"), *arguments, folder=program)
     if recipe and recipe.endswith(".yaml"):
         recipe = str(program.parent / recipe)
@@ -87,6 +95,7 @@ def test_a_users_hydra_program(
     assert report["job"] == "train"
 
 
+@pytest.mark.parametrize("home", mostly_slow(HOMES, ["wheel"]), indirect=True)
 def test_a_mistake_in_a_users_hydra_program(home: Home, program: Path) -> None:
     done = home.run(str(program / "train.py"), "checkpoint.storage.thread_count=0", folder=program)
     assert done.returncode == 1

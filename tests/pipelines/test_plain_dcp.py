@@ -15,6 +15,7 @@ from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.types.dtypes import DTYPES
 from tests.distributed.pool import Pool
 from tests.equal import assert_same, bits
+from tests.marks import mostly_slow
 from tests.pipelines.training import full, sharded_training, state_of, train_step
 
 
@@ -40,8 +41,17 @@ def read(reader: str, path: Path) -> dict[str, Any]:
     return full(state)
 
 
-@pytest.mark.parametrize("saved_on", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("writer", "reader"), [("ours", "dcp"), ("dcp", "ours"), ("ours", "ours")])
+@pytest.mark.parametrize(
+    ("writer", "reader", "saved_on"),
+    mostly_slow(
+        [
+            (*who, saved_on)
+            for who in (("ours", "dcp"), ("dcp", "ours"), ("ours", "ours"))
+            for saved_on in (1, 2, 4)
+        ],
+        [("ours", "dcp", 2), ("dcp", "ours", 2), ("ours", "ours", 1)],
+    ),
+)
 def test_fsdp2_and_adamw_on_the_same_and_other_numbers_of_ranks(
     ranks: Pool, tmp_path: Path, writer: str, reader: str, saved_on: int
 ) -> None:

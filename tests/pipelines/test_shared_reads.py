@@ -13,6 +13,7 @@ from dcp_pipeline import Pipeline
 from dcp_pipeline.core.errors import ChecksumError
 from tests.distributed.outcome import Failure
 from tests.distributed.pool import Pool
+from tests.marks import mostly_slow, slow
 from tests.state.placements import placements_of
 
 ROWS, COLUMNS = 1024, 768
@@ -60,18 +61,24 @@ def total_bytes() -> int:
     return sum(value.numel() * value.element_size() for value in full().values())
 
 
-@pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
+KINDS = ["torch_save", "safetensors"]
+WAYS = [
+    ((2, "S0"), (4, "S0"), "auto"),
+    ((2, "S0"), (4, "S0"), "once"),
+    ((4, "S0"), (4, "S1"), "auto"),
+    ((4, "S0"), (4, "S1"), "once"),
+    ((3, "S1"), (2, "S0"), "auto"),
+    ((4, "S0"), (4, "R"), "once"),
+    ((1, "R"), (3, "R"), "once"),
+]
+
+
 @pytest.mark.parametrize(
-    ("source", "target", "mode"),
-    [
-        ((2, "S0"), (4, "S0"), "auto"),
-        ((2, "S0"), (4, "S0"), "once"),
-        ((4, "S0"), (4, "S1"), "auto"),
-        ((4, "S0"), (4, "S1"), "once"),
-        ((3, "S1"), (2, "S0"), "auto"),
-        ((4, "S0"), (4, "R"), "once"),
-        ((1, "R"), (3, "R"), "once"),
-    ],
+    ("source", "target", "mode", "serialization"),
+    mostly_slow(
+        [(*way, kind) for way in WAYS for kind in KINDS],
+        [(*way, KINDS[number % 2]) for number, way in enumerate(WAYS)],
+    ),
 )
 def test_every_byte_is_read_once(
     ranks: Pool,
@@ -114,8 +121,10 @@ def load_damaged(path: Path, placement: str, rollback: str) -> list[str]:
     return [str(caught.value)]
 
 
-@pytest.mark.parametrize("rollback", ["copy", "verify_first"])
-@pytest.mark.parametrize("placement", ["S1", "R"])
+@pytest.mark.parametrize(
+    ("placement", "rollback"),
+    [slow("S1", "copy"), ("S1", "verify_first"), ("R", "copy"), slow("R", "verify_first")],
+)
 def test_a_flip_in_a_block_that_one_rank_reads_stops_all(
     ranks: Pool, tmp_path: Path, placement: str, rollback: str
 ) -> None:

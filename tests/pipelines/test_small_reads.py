@@ -11,6 +11,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from dcp_pipeline import Pipeline
 from tests.distributed.pool import Pool
+from tests.marks import mostly_slow
 from tests.state.placements import placements_of
 
 SIZE = 4
@@ -41,9 +42,16 @@ def load(path: Path, placement: str, config: dict[str, Any]) -> tuple[int, int]:
     return report.bytes_read, sum(v.numel() * v.element_size() for v in found.values())
 
 
-@pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
+KINDS = ["torch_save", "safetensors"]
+WAYS = [("auto", "S1"), ("once", "S1"), ("once", "R"), ("each", "S1")]
+
+
 @pytest.mark.parametrize(
-    ("mode", "placement"), [("auto", "S1"), ("once", "S1"), ("once", "R"), ("each", "S1")]
+    ("mode", "placement", "serialization"),
+    mostly_slow(
+        [(*way, kind) for way in WAYS for kind in KINDS],
+        [("auto", "S1", "safetensors"), ("once", "R", "torch_save"), ("each", "S1", "torch_save")],
+    ),
 )
 def test_no_block_is_read_twice_by_a_rank(
     ranks: Pool, tmp_path: Path, serialization: str, mode: str, placement: str

@@ -17,6 +17,7 @@ from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.storage.memory import _DIRECTORIES
 from tests.equal import bits
+from tests.marks import slow
 from tests.properties.shards import Sharding, dtensor_of, meshes, part_of, shapes, shardings
 from tests.properties.threads import Ranks
 
@@ -25,9 +26,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.complex128, torch.boo
 State = dict[str, tuple[torch.Tensor, Sharding]]
 
 
-@pytest.fixture(
-    scope="module", params=[("torch_save", "each"), ("safetensors", "once")], ids=" ".join
-)
+CONFIGS = [("torch_save", "each"), ("safetensors", "once")]
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=" ".join)
 def threads(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     # Boxes of any size are split among writers, and blocks are small: more boundaries to cross.
     config = {
@@ -121,7 +123,7 @@ def states(draw: st.DrawFn) -> tuple[State, State]:
     return source, target
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pair=states())
 def test_from_any_sharding_to_any(threads: Ranks, pair: tuple[State, State]) -> None:
     goes_through(threads, *pair)
@@ -143,6 +145,9 @@ def every_sharding(shape: tuple[int, ...]) -> Iterator[Sharding]:
             yield Sharding(mesh, placements)
 
 
+@pytest.mark.parametrize(
+    "threads", [slow(CONFIGS[0]), CONFIGS[1]], ids=" ".join, indirect=True, scope="module"
+)
 def test_every_sharding_of_a_matrix_to_every_mesh(threads: Ranks) -> None:
     """One save on each mesh holds the matrix under all placements of that mesh; so does a load."""
     by_mesh: dict[tuple[int, ...], list[Sharding]] = {}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 import dcp_pipeline
-from dcp_pipeline import AppState, RankLocal, Stateful
+from dcp_pipeline import AppState, RankLocal
 from dcp_pipeline.core.errors import (
     LoadMismatchError,
     MissingKeyError,
@@ -26,19 +26,10 @@ from dcp_pipeline.core.errors import (
 )
 from tests.distributed.pool import Pool
 from tests.equal import assert_same
-
-KINDS = ["torch_save", "safetensors"]
-
-
-def save(state: Any, path: Path, kind: str = "torch_save", **config: Any) -> Any:
-    return dcp_pipeline.save(state, checkpoint_id=path, config={"serialization": kind, **config})
-
-
-def load(state: Any, path: Path, kind: str = "torch_save", **config: Any) -> Any:
-    return dcp_pipeline.load(state, checkpoint_id=path, config={"serialization": kind, **config})
-
+from tests.state.rank_locals import KINDS, Loader, Outer, load, ordered, save
 
 Point = namedtuple("Point", "x y")
+
 
 VALUES: dict[str, Any] = {
     "nothing": None,
@@ -61,15 +52,6 @@ VALUES: dict[str, Any] = {
     "dotted": {"a.b": 1, "a": {"b": 2}},
     "looks like ours": {"rank-0-of-1": {"rank-3-of-9": 1}, "rank-1-of-1": torch.ones(1)},
 }
-
-
-def ordered(value: Any) -> Any:
-    """Dicts with their keys in one order: a template that is filled takes them as they come."""
-    if isinstance(value, dict):
-        return {key: ordered(value[key]) for key in sorted(value, key=repr)}
-    if isinstance(value, list | tuple):
-        return type(value)(ordered(item) for item in value)
-    return value
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,24 +109,6 @@ def test_what_fits_is_filled_in_place(tmp_path: Path) -> None:
     assert here["point"] == Point(torch.ones(1), 2) and type(here["point"]) is Point
 
 
-class Loader:
-    """A state whose structure changes over time, as that of a data loader."""
-
-    def __init__(self, position: int = 0) -> None:
-        self.position = position
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self.position:
-            return {}
-        workers = {f"worker_{n}": {"at": n, "seen": torch.arange(n)} for n in range(self.position)}
-        return {"position": self.position, "workers": workers, "ended": None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state.get("position", 0)
-        wanted = Loader(self.position).state_dict()
-        assert_same(ordered(state), ordered(wanted))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("saved", [0, 1, 3])
 @pytest.mark.parametrize("here", [0, 2, 3])
@@ -156,21 +120,6 @@ def test_a_state_that_changes_its_structure(
     own = RankLocal(loader)
     load({"data": own}, tmp_path, kind)
     assert own.value is loader and loader.position == saved
-
-
-class Outer:
-    def __init__(self, **parts: Any) -> None:
-        self.parts = parts
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.parts)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            if isinstance(self.parts.get(name), Stateful):
-                # Objects within the state have taken theirs already.
-                assert value is self.parts[name], name
-        self.parts = dict(state)
 
 
 @pytest.mark.parametrize(
@@ -354,93 +303,6 @@ def test_a_tensor_of_all_ranks(ranks: Pool, tmp_path: Path) -> None:
 def test_values_that_cannot_be_stored(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"own.rank-0-of-1.a"):
         save({"own": RankLocal({"a": object()})}, tmp_path)
-
-
-# Putting back.
-
-
-class Failing:
-    fails = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"x": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.fails:
-            raise RuntimeError("not today")
-
-
-@pytest.mark.parametrize("place", ["before", "after", "inside"])
-@pytest.mark.parametrize("rollback", ["copy", "verify_first", "none"])
-def test_a_load_that_fails(tmp_path: Path, place: str, rollback: str) -> None:
-    module, loader, failing = nn.Linear(2, 2), Loader(3), Failing()
-
-    def state(value: float) -> dict[str, Any]:
-        with torch.no_grad():
-            module.weight.fill_(value)
-        loader.position = int(value)
-        own = RankLocal({
-            "module": module, "loader": loader, "list": [torch.full((2,), value), {"v": value}],
-            "array": np.full(2, value), "tuple": (torch.full((1,), value), value),
-            "nested": Outer(loader=Loader(int(value)), plain=[value]),
-            f"only {value}": value,
-        })  # fmt: skip
-        if place == "inside":
-            own.value["failing"] = failing
-        result = {"own": own, "replaced": RankLocal(value)}
-        return {
-            "before": {"failing": failing, **result},
-            "after": {**result, "failing": failing},
-            "inside": result,
-        }[place]
-
-    save(state(2.0), tmp_path)
-    template = state(1.0)
-    own = template["own"].value
-    objects = {name: own[name] for name in own}
-    failing.fails = True
-    with pytest.raises(RuntimeError, match="not today"):
-        load(template, tmp_path, rollback=rollback)
-    if rollback == "none":
-        return
-    assert template["own"].value is own and template["replaced"].value == 1.0
-    assert list(own) == list(objects) and all(own[name] is objects[name] for name in own)
-    assert module.weight.tolist() == [[1.0, 1.0]] * 2 and loader.position == 1
-    assert own["nested"].parts["loader"].position == 1 and own["nested"].parts["plain"] == [1.0]
-    assert own["list"][0].tolist() == [1.0, 1.0] and own["list"][1] == {"v": 1.0}
-    assert own["array"].tolist() == [1.0, 1.0] and own["tuple"][1] == 1.0
-    failing.fails = False
-    load(template, tmp_path, rollback=rollback)
-    assert module.weight.tolist() == [[2.0, 2.0]] * 2 and loader.position == 2
-    assert own["nested"].parts["loader"].position == 2 and own["array"].tolist() == [2.0, 2.0]
-
-
-def test_an_array_of_an_object_is_put_back(tmp_path: Path) -> None:
-    array = np.ones(3)
-    failing = Failing()
-    state = {"object": Outer(array=array), "failing": failing}
-    save(state, tmp_path)
-    array[:] = 5
-    failing.fails = True
-    with pytest.raises(RuntimeError, match="not today"):
-        load(state, tmp_path)
-    assert array.tolist() == [5.0] * 3
-
-
-def test_what_is_left_out_stays(tmp_path: Path) -> None:
-    save({"own": RankLocal({"at": 3}), "x": 1}, tmp_path)
-    own = RankLocal({"at": 1})
-    exclude = [{"kind": "exclude", "keys": ["own"], "on": "load"}]
-    load({"own": own, "x": 0}, tmp_path, transforms=exclude)
-    assert own.value == {"at": 1}
-
-
-def test_left_out_of_a_save(tmp_path: Path) -> None:
-    exclude = [{"kind": "exclude", "keys": ["*.secret"], "on": "save"}]
-    save({"own": RankLocal({"at": 3, "secret": 1})}, tmp_path, transforms=exclude)
-    own = RankLocal({"at": 1, "secret": 2})
-    load({"own": own}, tmp_path)
-    assert own.value == {"at": 3}
 
 
 def test_its_memory_is_shared_with_nothing_that_all_ranks_have(tmp_path: Path) -> None:

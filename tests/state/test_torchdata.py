@@ -1,5 +1,6 @@
 """torchdata's ``StatefulDataLoader`` in ``RankLocal``: it goes on with the next batch."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 from dcp_pipeline import AppState, RankLocal
 from tests.cases.jobs import load_state, save_state
 from tests.distributed.pool import Pool
+from tests.marks import mostly_slow, slow
 
 loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -89,9 +91,19 @@ def go_on(path: Path, kind: str, rule: str, config: dict[str, Any]) -> Any:
     return numbers_of(loader)
 
 
-@pytest.mark.parametrize("serialization", KINDS)
-@pytest.mark.parametrize("kind", ["sampler", "shuffled", "stream"])
-@pytest.mark.parametrize("steps", [[2, 4], [1, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("steps", "kind", "serialization"),
+    mostly_slow(
+        product([[2, 4], [1, 0]], ["sampler", "shuffled", "stream"], KINDS),
+        [
+            ([2, 4], "sampler", "torch_save"),
+            ([1, 0], "shuffled", "safetensors"),
+            ([2, 4], "stream", "safetensors"),
+            ([1, 0], "stream", "torch_save"),
+        ],
+    ),
+    ids=str,
+)
 def test_every_rank_goes_on_with_its_next_batch(
     ranks: Pool, tmp_path: Path, kind: str, steps: list[int], serialization: str
 ) -> None:
@@ -107,7 +119,7 @@ def test_with_workers(ranks: Pool, tmp_path: Path) -> None:
     assert ranks(2).run(go_on, tmp_path, "workers", "error", {}, seconds=120) == rest
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), [slow(4, 2), (2, 4)])
 def test_t55_another_number_of_ranks(ranks: Pool, tmp_path: Path, before: int, after: int) -> None:
     ranks(before).run(save_in_the_middle, tmp_path, "stream", [1, 2, 3, 4], {})
     for error in ranks(after).fail(go_on, tmp_path, "stream", "error", {}):
