@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_pipeline.api import load, load_keys
 from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.pipelines.fingerprinting import fingerprint
+from dcp_pipeline.tools.verify import verify
 from tests.distributed.pool import Pool
 from tests.equal import assert_same, bits
 from tests.golden.make_golden import sharded_of, training_of
@@ -20,10 +22,12 @@ from tests.golden.values import SHARDED, of_ours, of_ranks, of_training
 HERE = Path(__file__).parent
 OURS = sorted(path.name for path in HERE.glob("ours-*"))
 PLAIN = sorted(path.name for path in HERE.glob("dcp-*"))
+FINGERPRINT = "f3f88a4d4ab92e9850abd5a163b853f7f44d4583b8b9e31ce7e2bedc4d4b385b"
 
 
 def test_all_of_them_are_there() -> None:
-    assert OURS == ["ours-1.0-safetensors", "ours-1.0-torch_save"]
+    kinds = ("safetensors", "torch_save")
+    assert [f"ours-{version}-{kind}" for version in ("1.0", "1.1") for kind in kinds] == OURS
     assert PLAIN == ["dcp-2.11", "dcp-2.13", "dcp-2.14"]
 
 
@@ -78,6 +82,18 @@ def test_ours_is_what_it_was_made_to_be(name: str) -> None:
     assert chunks["sharded.rows"] == chunks["sharded.columns"] == 2
     assert chunks["sharded.strided"] > 2
     assert chunks["sharded.single"] == 1 and chunks["sharded.empty"] == 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_has_the_fingerprint_of_its_values(name: str) -> None:
+    report = verify(HERE / name)
+    assert report.is_well and not report.not_verified
+    if "1.0" in name:
+        assert report.fingerprint is None
+        return
+    manifest = Manifest.decode((HERE / name / "manifest.json").read_bytes())
+    assert fingerprint(of_ours() | of_ranks()) == manifest.fingerprint
+    assert report.fingerprint == FINGERPRINT
 
 
 def read_ours(name: str) -> None:
