@@ -24,17 +24,60 @@ def gathered(flat: Mapping[Any, Any], cpu_offload: bool) -> dict[Any, Any]:
     """Every ``DTensor`` as a whole tensor.
 
     Args:
-        cpu_offload: to host memory, and on rank 0 alone; the others get nothing and hold no more
-            than one whole tensor at a time.
+        cpu_offload: to host memory, and on rank 0 alone; the others get nothing.
     """
-    keeps = not (cpu_offload and dist.is_initialized() and dist.get_rank() != 0)
-    full: dict[Any, Any] = {}
-    for key, value in flat.items():
-        whole = value.full_tensor().detach() if isinstance(value, DTensor) else value
-        if keeps:
-            full[key] = offloaded(whole) if cpu_offload else whole
-        del whole  # before the next one is made
-    return full
+    if cpu_offload and dist.is_initialized():
+        return _gathered_on_first(flat)
+    return {
+        key: value.full_tensor().detach() if isinstance(value, DTensor) else value
+        for key, value in flat.items()
+    }
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _gathered_on_first(flat: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Whole tensors on rank 0, to which every box is sent by one of the ranks that have it."""
+    sharded = {key: value for key, value in flat.items() if isinstance(value, DTensor)}
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pieces = {key: pieces_of(value).pieces for key, value in sharded.items()}
+    mine = {key: [(piece.offsets, piece.sizes) for piece in found] for key, found in pieces.items()}
+    boxes: list[dict[Any, list[Box]]] = [{}] * size
+    dist.all_gather_object(boxes, mine)
+    whole: dict[Any, Any] = {}
+    for key in sharded:
+        if rank == 0:
+            value = sharded[key]
+            whole[key] = torch.empty(tuple(value.shape), dtype=value.dtype, device="cpu")
+    for key in dict.fromkeys(key for found in boxes for key in found):
+        taken: set[Box] = set()
+        for owner, found in enumerate(boxes):
+            for place, box in enumerate(found.get(key, ())):
+                # Keys of a stage that rank 0 has no part of stay where they are, as in torch.
+                if box in taken or key not in boxes[0]:
+                    continue
+                taken.add(box)
+                if owner == rank == 0:
+                    _part(whole[key], box).copy_(pieces[key][place].data)
+                elif owner == rank:
+                    dist.send(_bytes(pieces[key][place].data.contiguous()), 0)
+                elif rank == 0:
+                    part = torch.empty(box[1], dtype=whole[key].dtype, device=sharded[key].device)
+                    dist.recv(_bytes(part), owner)
+                    _part(whole[key], box).copy_(part)
+    if rank:
+        return {}
+    return {key: whole[key] if key in whole else offloaded(value) for key, value in flat.items()}
+
+
+def _part(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    begin_and_extent = zip(*box, strict=True)
+    return whole[tuple(slice(begin, begin + extent) for begin, extent in begin_and_extent)]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def offloaded(value: Any) -> Any:
@@ -110,7 +153,7 @@ def sent_from_first(
         else:
             whole = torch.empty(form.shape, dtype=form.dtype, device=device)
         if whole.numel():
-            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+            dist.broadcast(_bytes(whole), src=0)
         result[key] = _cut(whole, find(key, form))
         del whole  # before the next one comes
     return result
@@ -167,11 +210,7 @@ def _cut(whole: torch.Tensor, target: Target) -> torch.Tensor | None:
         result = _memory_like(like, whole.dtype)
     with torch.no_grad():
         for piece in pieces_of(result).pieces:
-            box = tuple(
-                slice(begin, begin + extent)
-                for begin, extent in zip(piece.offsets, piece.sizes, strict=True)
-            )
-            piece.data.copy_(whole[box])
+            piece.data.copy_(_part(whole, (piece.offsets, piece.sizes)))
     return result
 
 
