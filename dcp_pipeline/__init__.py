@@ -100,8 +100,24 @@ if TYPE_CHECKING:
         CastRecord as CastRecord,
         LoadReport as LoadReport,
     )
+    from dcp_pipeline.sharded_optimizer import (
+        load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
+    )
     from dcp_pipeline.state.app_state import (
         AppState as AppState,
+    )
+    from dcp_pipeline.state.checkpointable import (
+        CheckpointableTensor as CheckpointableTensor,
+    )
+    from dcp_pipeline.state.helpers import (
+        OptimizerStateType as OptimizerStateType,
+        StateDictOptions as StateDictOptions,
+        get_model_state_dict as get_model_state_dict,
+        get_optimizer_state_dict as get_optimizer_state_dict,
+        get_state_dict as get_state_dict,
+        set_model_state_dict as set_model_state_dict,
+        set_optimizer_state_dict as set_optimizer_state_dict,
+        set_state_dict as set_state_dict,
     )
     from dcp_pipeline.state.rank_local import (
         RankLocal as RankLocal,
@@ -217,7 +233,19 @@ _HOME = {
         "CastRecord",
         "LoadReport",
     ),
+    "dcp_pipeline.sharded_optimizer": ("load_sharded_optimizer_state_dict",),
     "dcp_pipeline.state.app_state": ("AppState",),
+    "dcp_pipeline.state.checkpointable": ("CheckpointableTensor",),
+    "dcp_pipeline.state.helpers": (
+        "OptimizerStateType",
+        "StateDictOptions",
+        "get_model_state_dict",
+        "get_optimizer_state_dict",
+        "get_state_dict",
+        "set_model_state_dict",
+        "set_optimizer_state_dict",
+        "set_state_dict",
+    ),
     "dcp_pipeline.state.rank_local": ("RankLocal",),
     "dcp_pipeline.state.rng": ("RngState",),
     "dcp_pipeline.tools.verify": ("verify",),

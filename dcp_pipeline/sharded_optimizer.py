@@ -1,0 +1,118 @@
+"""The state of an optimizer, sharded as the model's parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+
+from dcp_pipeline.api import load_state_dict
+from dcp_pipeline.core.errors import MissingKeyError
+from dcp_pipeline.types.dcp import (
+    LoadPlanner,
+    Metadata,
+    StorageReader,
+    TensorStorageMetadata,
+)
+
+__all__ = ["load_sharded_optimizer_state_dict"]
+
+
+def load_sharded_optimizer_state_dict(
+    model_state_dict: Mapping[str, Any],
+    optimizer_key: str,
+    storage_reader: StorageReader,
+    planner: LoadPlanner | None = None,
+) -> dict[str, Any]:
+    """Load the state of an optimizer, whatever the layout that it was saved on.
+
+    torch's function of this name is for FSDP1; this one takes a model on any layout.
+
+    Args:
+        model_state_dict: name to parameter, a ``DTensor``, ``ShardedTensor`` or plain tensor. State
+            of a parameter's shape is sharded as it is; what is of another shape is whole.
+        optimizer_key: where the checkpoint has the optimizer's state: the section that holds
+            ``state`` and ``param_groups``, or keys of the flat layout.
+        storage_reader: of the checkpoint.
+        planner: one of DCP's, to choose what is loaded.
+
+    Returns:
+        ``{optimizer_key: state}``, nested as it was saved.
+
+    Raises:
+        MissingKeyError: the checkpoint has nothing at ``optimizer_key``.
+    """
+    metadata = storage_reader.read_metadata()
+    parameters = {name: value for name, value in model_state_dict.items() if _has_shape(value)}
+    template: dict[Any, Any] = {}
+    for name, path in (metadata.planner_data or {}).items():
+        if path[0] == optimizer_key and name in metadata.state_dict_metadata:
+            _put(template, path, _place_for(name, metadata, parameters))
+    if not template:
+        raise MissingKeyError(
+            f"the checkpoint has nothing at {optimizer_key!r}", missing=[optimizer_key]
+        )
+    load_state_dict(template, storage_reader, planner=planner)
+    return template
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, ShardedTensor))
+
+
+def _place_for(name: str, metadata: Metadata, parameters: Mapping[str, Any]) -> Any:
+    """What a stored value is read into; ``None`` for what is no tensor."""
+    stored = metadata.state_dict_metadata[name]
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    dtype = stored.properties.dtype
+    like = _parameter_in(name, parameters)
+    if like is None or tuple(like.shape) != tuple(stored.size):
+        return torch.empty(stored.size, dtype=dtype, device="cpu")
+    if isinstance(like, ShardedTensor):
+        return _sharded_like(like, dtype)
+    return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+
+def _parameter_in(name: str, parameters: Mapping[str, Any]) -> Any:
+    """The parameter whose name stands in that of a value, the longest of several."""
+    parts = name.split(".")
+    spans = (
+        ".".join(parts[begin:end])
+        for begin in range(1, len(parts))
+        for end in range(len(parts), begin, -1)
+    )
+    return next((parameters[span] for span in spans if span in parameters), None)
+
+
+def _sharded_like(like: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
+    whole = like.metadata()
+    shards = [
+        Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata)
+        for shard in like.local_shards()
+    ]
+    properties = replace(whole.tensor_properties, dtype=dtype)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards,
+        replace(whole, tensor_properties=properties),
+        process_group=like._process_group,
+    )
+
+
+def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
+    """Put ``value`` at ``path``, through dicts and lists."""
+    node: Any = tree
+    for key, below in zip(path, [*path[1:], None], strict=True):
+        if below is None:
+            fresh = value
+        else:
+            fresh = [] if isinstance(below, int) else {}
+        if isinstance(node, list):
+            node.extend([None] * (key + 1 - len(node)))
+            node[key] = fresh if node[key] is None or below is None else node[key]
+        elif below is None or key not in node:
+            node[key] = fresh
+        node = node[key]
