@@ -29,7 +29,7 @@ from dcp_pipeline.types.dcp import (
 )
 from dcp_pipeline.types.dtypes import DTYPES, dtype_name
 
-__all__ = ["manifest_of", "manifest_of_ranks", "metadata_of"]
+__all__ = ["keys_of", "manifest_of", "manifest_of_ranks", "metadata_of"]
 
 
 def metadata_of(manifest: Manifest, location: str) -> Metadata:
@@ -231,6 +231,19 @@ class _Reader:
             table=table.sort(),
             files=tuple(FileEntry(name, self._file_sizes.get(name, -1)) for name in self._files),
         )
+
+
+def keys_of(metadata: Metadata) -> list[KeySpec]:
+    """The keys alone.
+
+    Raises:
+        CorruptCheckpointError: a key lies nowhere, or has a dtype that no checkpoint can hold.
+    """
+    paths = metadata.planner_data or {}
+    return [
+        _spec_of(name, stored, _path_of(paths.get(name), name))
+        for name, stored in metadata.state_dict_metadata.items()
+    ]
 
 
 def _spec_of(name: str, stored: Any, path: Path) -> KeySpec:

@@ -16,6 +16,8 @@ from typing import Any
 from dcp_pipeline.core.coordinator import Coordinator
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
+from dcp_pipeline.pipelines.foreign_fit import fit_to
+from dcp_pipeline.state.fitting import FittingState
 from dcp_pipeline.state.flatten import is_stateful
 from dcp_pipeline.types.dcp import (
     LoadPlan,
@@ -180,6 +182,7 @@ def _plan_load(collected: dict[str, Any], job: ForeignJob) -> LoadPlan:
             # There is none of either kind: what was wrong with the first is what matters.
             raise error from None
         job.use_collectives = False
+    fit_to(collected, metadata)
     planner.set_up_planner(collected, metadata, job.coordinator.is_coordinator)
     _call_with_rank(reader.set_up_storage_reader, job, metadata, job.coordinator.is_coordinator)
     return reader.prepare_local_plan(planner.create_local_plan())
@@ -217,6 +220,11 @@ def _apply(state: dict[str, Any], collected: dict[str, Any], settled: bool) -> b
 def _applied(place: Any, value: Any) -> Any:
     if is_stateful(place):
         place.load_state_dict(value)
+        return place
+    if isinstance(place, FittingState):
+        # What the caller still holds is what gets the values.
+        place.clear()
+        place.update(value)
         return place
     if type(place) is dict and isinstance(value, dict):
         for key, child in value.items():

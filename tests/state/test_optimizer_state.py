@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dcp_pipeline import AppState, load, save
+from dcp_pipeline import AppState, DefaultLoadPlanner, load, save
 from dcp_pipeline.core.errors import LoadMismatchError, MissingKeyError, StateError
 from dcp_pipeline.state.helpers import (
     StateDictOptions,
@@ -344,8 +344,9 @@ def test_what_is_handed_in_is_left_as_it_is(options: Any) -> None:
     assert (plain(dict(weights)), plain(dict(state))) == before
 
 
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner], ids=["ours", "planner of DCP's"])
 @pytest.mark.parametrize("options", LAYOUTS)
-def test_the_usual_three_calls(tmp_path: Path, options: Any) -> None:
+def test_the_usual_three_calls(tmp_path: Path, options: Any, planner: Any) -> None:
     """get, load, set: also where the optimizer has no state yet, and nothing is an AppState."""
     model, other = model_of(), model_of(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -354,7 +355,23 @@ def test_the_usual_three_calls(tmp_path: Path, options: Any) -> None:
     save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "c")
     fresh = torch.optim.AdamW(other.parameters())
     weights, state = get_state_dict(other, fresh, options=options)
-    load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "c")
+    load(
+        {"model": weights, "optimizer": state},
+        checkpoint_id=tmp_path / "c",
+        planner=planner and planner(),
+    )
     set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=state, options=options)
+    assert bits(other) == bits(model)
+    assert plain(fresh.state_dict()) == plain(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_a_planner_of_dcps_and_an_object_without_state(tmp_path: Path, options: Any) -> None:
+    model, other = model_of(), model_of(1)
+    optimizer, fresh = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other))
+    train(model, optimizer, 2)
+    save({"app": AppState(model, optimizer, options=options)}, checkpoint_id=tmp_path / "c")
+    app = AppState(other, fresh, options=options)
+    load({"app": app}, checkpoint_id=tmp_path / "c", planner=DefaultLoadPlanner())
     assert bits(other) == bits(model)
     assert plain(fresh.state_dict()) == plain(optimizer.state_dict())
