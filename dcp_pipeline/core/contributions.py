@@ -46,8 +46,7 @@ class Contributions:
         self._ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         self._box_of = box_of
         self._chunks: list[int] = []
-        self._raws: list[int] = []
-        self._trailing: list[int] = []
+        self._found: list[tuple[int, int]] = []
         self._nbytes = [0] * len(starts)
 
     def add(self, position: int, data: memoryview) -> None:
@@ -62,17 +61,17 @@ class Contributions:
 
     def _take(self, chunk: int, begin: int, data: memoryview) -> None:
         self._nbytes[chunk] += len(data)
-        for raw, trailing in crcs_of(self._box_of(chunk), begin, data):
-            self._chunks.append(chunk)
-            self._raws.append(raw)
-            self._trailing.append(trailing)
+        found = crcs_of(self._box_of(chunk), begin, data)
+        self._chunks += [chunk] * len(found)
+        self._found += found
 
     def result(self) -> tuple[Words, Column]:
         """The contributions of all chunks so far, and how many bytes of each were seen."""
         contributions = np.zeros(len(self._starts), np.uint64)
         if self._chunks:
-            raws, trailing = np.asarray(self._raws, np.uint64), np.asarray(self._trailing, np.int64)
-            np.bitwise_xor.at(contributions, self._chunks, shift(raws, trailing))
+            raws, trailing = zip(*self._found, strict=True)
+            moved = shift(np.asarray(raws, np.uint64), np.asarray(trailing, np.int64))
+            np.bitwise_xor.at(contributions, self._chunks, moved)
         return contributions, np.asarray(self._nbytes, np.int64)
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from dcp_pipeline.core.errors import FormatError
 from dcp_pipeline.core.path import encode_path
-from dcp_pipeline.core.table import KeySpec
+from dcp_pipeline.core.table import KeySpec, Kind
 
 __all__ = ["Fingerprint", "decode_fingerprint", "encode_fingerprint", "make_fingerprint"]
 
@@ -73,15 +74,19 @@ def make_fingerprint(
 def _line(spec: KeySpec, number: int) -> str:
     """JSON, put together by hand: an encoder for each of many keys takes longer than their CRCs."""
     path = ",".join(
-        encode_basestring_ascii(part) if type(part) is str else _encode(encode_path((part,))[0])
-        for part in spec.path
+        [
+            encode_basestring_ascii(part) if type(part) is str else _encode(encode_path((part,))[0])
+            for part in spec.path
+        ]
     )
     digits = _hex(spec, number)
     found = "null" if digits is None else f'"{digits}"'
-    if spec.dtype is None:
-        return f'[[{path}],"{spec.kind.value}",null,null,{found}]'
-    shape = ",".join(map(str, spec.shape))
-    return f'[[{path}],"{spec.kind.value}","{spec.dtype}",[{shape}],{found}]'
+    return f"[[{path}],{_type(spec.kind, spec.dtype, spec.shape)},{found}]"
+
+
+@lru_cache(maxsize=1024)
+def _type(kind: Kind, dtype: str | None, shape: tuple[int, ...]) -> str:
+    return _encode([kind.value, dtype, None if dtype is None else shape])[1:-1]
 
 
 def _whole(lines: list[str]) -> str:

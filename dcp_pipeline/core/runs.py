@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -63,27 +64,29 @@ class _Geometry(NamedTuple):
     nbytes: int
 
 
-def crcs_of(box: Box, begin: int, data: memoryview) -> Iterator[tuple[int, int]]:
+def crcs_of(box: Box, begin: int, data: memoryview) -> list[tuple[int, int]]:
     """Raw CRCs of bytes of a box, each with the bytes that follow it in the whole tensor.
 
     Args:
         begin: which of the box's own bytes, row-major, come first.
         data: those and the ones behind them, up to the end of the box at most.
 
-    Yields:
+    Returns:
         Raw CRC and trailing bytes; see :func:`dcp_pipeline.core.crc64.shift`.
     """
-    geometry = _geometry(box.shape, box.sizes, box.item_size)
-    base = sum(map(int.__mul__, box.offsets, geometry.strides))
+    shape, offsets, sizes, item_size = box
+    geometry = _geometry(shape, sizes, item_size)
+    base = 0 if sizes == shape else sum(map(mul, offsets, geometry.strides))
     if not geometry.levels:
-        yield raw_crc64(data), geometry.nbytes - base - begin - len(data)
-        return
-    at = 0
+        return [(raw_crc64(data), geometry.nbytes - base - begin - len(data))]
+    at, found = 0, []
     parts = _whole_parts(geometry.levels, geometry.run, begin, begin + len(data), base)
     for levels, nbytes, start in parts:
         raw = _raw_of(levels, geometry.run, data[at : at + nbytes])
         at += nbytes
-        yield raw, geometry.nbytes - start - (_span(levels, geometry.run) if levels else nbytes)
+        span = _span(levels, geometry.run) if levels else nbytes
+        found.append((raw, geometry.nbytes - start - span))
+    return found
 
 
 @lru_cache(maxsize=4096)
