@@ -8,7 +8,7 @@ a name was saved.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,16 @@ class Fit:
     put: dict[Path, Any] = field(default_factory=dict)
     removed: list[Path] = field(default_factory=list)
     renamed: dict[Path, Path] = field(default_factory=dict)
+
+    def of(self, takes_part: Callable[[Path], bool]) -> Fit:
+        """The same for a load that leaves out some places."""
+        return Fit(
+            {path: value for path, value in self.made.items() if takes_part(path)},
+            [path for path in self.dropped if takes_part(path)],
+            {path: value for path, value in self.put.items() if takes_part(path)},
+            [path for path in self.removed if takes_part(path)],
+            self.renamed,
+        )
 
 
 class FittingState(dict[Any, Any], ABC):

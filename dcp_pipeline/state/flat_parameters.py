@@ -67,7 +67,7 @@ def flat_optimizer_state(
     slots = [FlatSlot(name, own, first.get(name, {})) for name, own in found[STATE].items()]
     if options.flatten_optimizer_state_dict:
         found = flattened(found)
-    return OptimizerState(found, slots)
+    return OptimizerState(found, slots, optimizers)
 
 
 def put_into_flat_optimizers(

@@ -162,7 +162,7 @@ def get_optimizer_state_dict(
             for parameter in parameters
             if parameter.state or parameter.tensor.requires_grad
         ]
-        return OptimizerState(state, slots)
+        return OptimizerState(state, slots, listed)
 
 
 def set_optimizer_state_dict(

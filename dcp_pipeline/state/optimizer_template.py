@@ -101,11 +101,20 @@ class OptimizerState(FittingState):
     here, and had none when the checkpoint was saved, loses it. Hyperparameters are taken as they
     come: they are sorted by parameter name when they are put into the optimizers. The checkpoint
     may be in the other layout.
+
+    Attributes:
+        optimizers: whose state it is.
     """
 
-    def __init__(self, items: Mapping[str, Any], slots: Sequence[Slot]) -> None:
+    def __init__(
+        self,
+        items: Mapping[str, Any],
+        slots: Sequence[Slot],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
         super().__init__(items)
         self._slots = slots
+        self.optimizers = optimizers
 
     def fit(self, stored: Stored) -> Fit:
         fit = Fit()

@@ -375,3 +375,23 @@ def test_a_planner_of_dcps_and_an_object_without_state(tmp_path: Path, options: 
     load({"app": app}, checkpoint_id=tmp_path / "c", planner=DefaultLoadPlanner())
     assert bits(other) == bits(model)
     assert plain(fresh.state_dict()) == plain(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("saved_steps", [0, 2])
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_an_optimizer_that_is_left_out_stays(
+    tmp_path: Path, options: Any, saved_steps: int, steps: int
+) -> None:
+    model, other = model_of(), model_of(1)
+    optimizer, fresh = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other))
+    train(model, optimizer, saved_steps)
+    train(other, fresh, steps)
+    fresh.param_groups[0]["lr"] = 0.7
+    before = plain(copy.deepcopy(fresh.state_dict()))
+    save({"app": AppState(model, optimizer, options=options)}, checkpoint_id=tmp_path / "c")
+    config = {"transforms": [{"kind": "exclude", "keys": ["app.optimizer.*"], "on": "load"}]}
+    app = AppState(other, fresh, options=options)
+    load({"app": app}, checkpoint_id=tmp_path / "c", config=config)
+    assert bits(other) == bits(model)
+    assert plain(fresh.state_dict()) == before

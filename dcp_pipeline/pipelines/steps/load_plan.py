@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.core.path import dotted
 from dcp_pipeline.pipelines.load_job import LoadJob
 from dcp_pipeline.pipelines.steps.collect import taken_apart
 from dcp_pipeline.rules.base import matches
 from dcp_pipeline.state.fitting import Stored
 from dcp_pipeline.state.flatten import FlatState
 from dcp_pipeline.state.match import Match, match
+from dcp_pipeline.state.schedulers import check_schedulers
 
 __all__ = ["collect_template", "is_wanted", "plan"]
 
@@ -40,6 +42,11 @@ def plan(template: FlatState, manifest: Manifest, job: LoadJob) -> Match:
                 return cast.on_overflow == "error"
         return None
 
+    def wants(key: str) -> bool:
+        return is_wanted(key, job)
+
+    check_schedulers(template, wants, lambda path: bool(Stored.below(path, manifest).keys))
     for path, state in template.fitting:
-        template.fit(path, state.fit(Stored.below(path, manifest)))
-    return match(template, manifest, find_cast, lambda key: is_wanted(key, job))
+        fit = state.fit(Stored.below(path, manifest))
+        template.fit(path, fit.of(lambda below: wants(dotted((*path, *below)))))  # noqa: B023
+    return match(template, manifest, find_cast, wants)
