@@ -214,8 +214,9 @@ class _Matcher:
             self.result.used.add(key)
             self._take_whole(key, (*path, *spec.path[depth:]))
         for empty in self._empty:
-            if empty and len(empty) > depth and empty[:depth] == path:
-                self.result.made[empty] = {}
+            is_below = len(empty) > depth and empty[:depth] == path
+            if is_below and (wants is None or wants(dotted(empty))):
+                self.result.made[empty] = _CONTAINERS[self._empty[empty]]()
         return found
 
     def _take_whole(self, key: int, path: Path) -> None:

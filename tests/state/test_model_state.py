@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from dcp_pipeline import AppState, load, save
+from dcp_pipeline import AppState, load, load_keys, save
 from dcp_pipeline.core.errors import (
     MissingKeyError,
     ShapeMismatchError,
@@ -266,3 +266,14 @@ def test_a_load_that_fails_leaves_a_model_on_the_meta_device(tmp_path: Path) -> 
     with pytest.raises(Exception, match="not me"):
         load({"refuses": Refuses(), "app": AppState(other)}, checkpoint_id=tmp_path / "c")
     assert values(other) == before
+
+
+def test_load_keys_gives_nothing_that_was_not_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    state = {"app": AppState(model, torch.optim.AdamW(model.parameters())), "other": {"one": {}}}
+    save(state, checkpoint_id=tmp_path / "c")
+    assert set(load_keys(tmp_path / "c", ["app.model"])) == {"app"}
+    assert set(load_keys(tmp_path / "c", ["app.model"])["app"]) == {"model"}
+    found = load_keys(tmp_path / "c")
+    assert found["other"] == {"one": {}}
+    assert found["app"]["optimizer"]["state"] == {"weight": {}, "bias": {}}
