@@ -22,22 +22,23 @@ _KERNELS = ("fused", "foreach", "capturable", "differentiable")
 """Settings that choose a kernel; what it keeps is the same."""
 
 
-def state_after_a_step(parameter: Parameter, is_sharded: bool = False) -> Mapping[Any, Any] | None:
+def state_after_a_step(parameter: Parameter, is_real: bool = False) -> Mapping[Any, Any] | None:
     """The entries that the optimizer would make for a parameter; their values mean nothing.
 
     Args:
-        is_sharded: step on zeros that are sharded as the parameter is. All ranks of its mesh have
-            to take part. Otherwise entries are plain tensors of global shapes.
+        is_real: step on zeros that are sharded as the parameter is, and lie where it does. All
+            ranks of its mesh have to take part. Otherwise entries are plain tensors of global
+            shapes.
 
     Returns:
         ``None`` where the optimizer cannot step on one parameter alone.
     """
     like = parameter.tensor
     devices = ["meta", "cpu"]
-    if is_sharded:
+    if is_real:
         devices = [like.device.type]
     for device in devices:
-        if is_sharded:
+        if is_real:
             stand_in = torch.zeros_like(like, requires_grad=False)
         else:
             stand_in = torch.zeros(tuple(like.shape), dtype=like.dtype, device=device)

@@ -22,7 +22,7 @@ from dcp_pipeline.core.errors import (
 from dcp_pipeline.core.path import Component, Index, Path, dotted
 from dcp_pipeline.core.table import Kind
 from dcp_pipeline.state.fitting import Fit, FittingState
-from dcp_pipeline.state.leaf_kinds import is_stateful, leaf_kind
+from dcp_pipeline.state.leaf_kinds import is_stateful, is_wrapper, leaf_kind, parts_of
 from dcp_pipeline.state.rank_local import RankLocal, rank_key
 from dcp_pipeline.types.dcp import Stateful
 
@@ -125,6 +125,14 @@ class FlatState:
         for leaf in leaves:
             leaf.source = renamed.get(leaf.path, leaf.source)
         for below, value in fit.made.items():
+            if is_wrapper(value):
+                # Its parts are read into where they are, and it is put there as it is.
+                self.put[(*path, *below)] = value
+                inside = flatten(parts_of(value), self.rank, self.world_size).leaves
+                leaves += [
+                    Leaf((*path, *below, *leaf.path), leaf.kind, leaf.value) for leaf in inside
+                ]
+                continue
             kind = Kind.VALUE if value is None else leaf_kind(value) or Kind.VALUE
             leaves.append(Leaf((*path, *below), kind, value, is_made=True))
         self.leaves[:] = leaves
@@ -170,6 +178,10 @@ def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: l
     except RecursionError:
         problems.append(f"{dotted(path)!r} contains itself, or is nested too deeply")
         return
+    if is_wrapper(value):
+        for name, part in parts_of(value).items():
+            _walk(part, (*path, name), flat, problems, above)
+        return
     if kind is not None:
         flat.leaves.append(Leaf(path, kind, value))
         return
@@ -193,7 +205,7 @@ def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: l
         flat.empty.append((path, "dict"))
     else:
         for component, child in _children(value):
-            if isinstance(child, torch.Tensor) and type(component) is str:
+            if type(child) is torch.Tensor and type(component) is str:
                 # Most leaves, without the questions that others are asked.
                 flat.leaves.append(Leaf((*path, component), Kind.TENSOR, child))
             elif isinstance(component, _BadKey):

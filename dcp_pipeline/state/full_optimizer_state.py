@@ -60,7 +60,7 @@ def _target(parameter: Parameter, inner: Place, form: Form) -> Target:
         return Target(tensor)
     if not isinstance(tensor, DTensor):
         return Target()
-    return Target(_at(state_after_a_step(parameter, is_sharded=True) or {}, inner, form))
+    return Target(_at(state_after_a_step(parameter, is_real=True) or {}, inner, form))
 
 
 def _at(state: Mapping[Any, Any], inner: Place, form: Form) -> torch.Tensor | None:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_pipeline.core.table import Kind
 from dcp_pipeline.types.dcp import Stateful
 
-__all__ = ["is_stateful", "is_tensor_like", "leaf_kind"]
+__all__ = ["is_stateful", "is_tensor_like", "is_wrapper", "leaf_kind", "parts_of"]
 
 
 def is_tensor_like(value: object) -> bool:
@@ -19,6 +21,27 @@ def is_tensor_like(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (
         hasattr(value, "__create_chunk_list__") and not isinstance(value, type)
     )
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether ``value`` is made of other tensors, as quantized weights are: these are stored.
+
+    The class says which they are by ``__tensor_flatten__``, as for ``torch.compile``.
+    """
+    if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):
+        return False
+    return (
+        is_traceable_wrapper_subclass(value)
+        and not hasattr(value, "__create_chunk_list__")
+        and not isinstance(value, AsyncCollectiveTensor)
+        and not value.is_nested
+    )
+
+
+def parts_of(wrapper: object) -> dict[str, torch.Tensor]:
+    """The tensors that a wrapper is made of."""
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {name: getattr(wrapper, name) for name in names}
 
 
 def is_stateful(value: object) -> bool:

@@ -15,6 +15,7 @@ from dcp_pipeline.core.table import KeySpec
 from dcp_pipeline.state.first_step import state_after_a_step
 from dcp_pipeline.state.fitting import Fit, FittingState, Stored
 from dcp_pipeline.state.flatten import flatten
+from dcp_pipeline.state.leaf_kinds import is_wrapper
 from dcp_pipeline.state.optimizer_state import (
     GROUPS,
     STATE,
@@ -71,7 +72,18 @@ class ParameterSlot(Slot):
             for path, spec in there.items()
         }
         # What is missing will be named; nothing is ever put there.
-        return {path: torch.empty(()) for path in values} | memory
+        memory = {path: torch.empty(()) for path in values} | memory
+        return self._with_wrappers(memory, expected or {})
+
+    def _with_wrappers(
+        self, memory: dict[Path, Any], expected: Mapping[Any, Any]
+    ) -> dict[Path, Any]:
+        """Tensors that are made of others, as the optimizer makes them, instead of their parts."""
+        if not any(map(is_wrapper, expected.values())):
+            return memory
+        real = state_after_a_step(self._parameter, is_real=True) or {}
+        whole = {(key,): value for key, value in real.items() if is_wrapper(value)}
+        return whole | {path: value for path, value in memory.items() if path[:1] not in whole}
 
     def _tensor(self, path: Path, stored: KeySpec, expected: Mapping[Path, Any]) -> Any:
         """A tensor to fill, sharded as the optimizer would have it; ``None`` for a value."""
@@ -87,7 +99,7 @@ class ParameterSlot(Slot):
         if not isinstance(like, DTensor):
             return torch.empty(stored.shape, dtype=dtype, device=like.device)
         # Not one value per element of the parameter: only its optimizer knows how it is sharded.
-        state = dict(state_after_a_step(self._parameter, is_sharded=True) or {})
+        state = dict(state_after_a_step(self._parameter, is_real=True) or {})
         sharded = {leaf.path: leaf.value for leaf in flatten(state).leaves}.get(path)
         if not isinstance(sharded, torch.Tensor) or tuple(sharded.shape) != stored.shape:
             return None
