@@ -7,6 +7,7 @@ the meta device), or, where its step needs values, on zeros.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ def state_after_a_step(parameter: Parameter, is_real: bool = False) -> Mapping[A
     Returns:
         ``None`` where the optimizer cannot step on one parameter alone.
     """
+    if not _can_have_a_twin(parameter.optimizer):
+        return None
     like = parameter.tensor
     devices = ["meta", "cpu"]
     if is_real:
@@ -49,6 +52,28 @@ def state_after_a_step(parameter: Parameter, is_real: bool = False) -> Mapping[A
             # Optimizers may do anything in their step. What one does not tell is not checked.
             continue
     return None
+
+
+def _can_have_a_twin(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of a copy leaves alone all that the optimizer holds.
+
+    One that wraps another optimizer, or has lists of its own, would step these.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return True
+    own = {name: value for name, value in vars(optimizer).items() if name not in _usual_members()}
+    return all(_is_plain(value) for value in own.values())
+
+
+@functools.cache
+def _usual_members() -> frozenset[str]:
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"step"}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, type, torch.dtype))
 
 
 def _step(parameter: Parameter, stand_in: torch.Tensor) -> Mapping[Any, Any]:

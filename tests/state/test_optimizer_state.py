@@ -310,6 +310,33 @@ def test_nested_state(tmp_path: Path) -> None:
                 load(AppState(other, each), checkpoint_id=tmp_path / "c")
 
 
+class Outer(torch.optim.Optimizer):
+    """Steps another optimizer; how often stands in a list."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = torch.optim.AdamW([p for g in self.param_groups for p in g["params"]], lr=0.1)
+        self.steps: list[int] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.steps.append(1)
+        self.inner.step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["seen"] = torch.tensor(float(len(self.steps)))
+
+
+def test_an_optimizer_around_another_is_not_stepped(tmp_path: Path) -> None:
+    model, other = model_of(), model_of(1)
+    optimizer, fresh = Outer(model.parameters()), Outer(other.parameters())
+    train(model, optimizer, 2)
+    save(AppState(model, optimizer), checkpoint_id=tmp_path / "c")
+    other(torch.ones(1, 3)).sum().backward()
+    load(AppState(other, fresh), checkpoint_id=tmp_path / "c")
+    assert bits(other) == bits(model)
+    assert fresh.steps == [] and not fresh.inner.state
+    assert {float(state["seen"]) for state in fresh.state.values()} == {2.0}
+
+
 def test_state_keeps_its_dtype(tmp_path: Path) -> None:
     def half() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = model_of().bfloat16()
