@@ -65,10 +65,16 @@ def check_replicas_equal(table: ChunkTable, groups: ReplicaGroups, names: Sequen
             values.setdefault(int(table.digest[row]), []).append(int(table.owner[row]))
         sides = " and ".join(f"ranks {ranks}" for value, ranks in values.items() if value)
         problems.append(f"{names[table.key[rows[0]]]!r} ({sides} differ)")
+    # The groups of torch's nested layout have numbers, which stages of a pipeline share.
+    has_groups = any("param_groups." in problem for problem in problems)
     raise ReplicaMismatchError(
         f"{len(problems)} keys hold different values on different ranks: {list_some(problems)}."
         " Only one of them would be kept. Wrap what each rank has of its own in RankLocal,"
         " or set planner.check_replicas=false to keep the lowest rank's"
+        + (
+            "; optimizers of pipeline stages are told apart by"
+            " StateDictOptions(flatten_optimizer_state_dict=True)" * has_groups
+        )
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_pipeline import AppState, load, save
+from dcp_pipeline import AppState, ReplicaMismatchError, load, save
 from dcp_pipeline.state.helpers import StateDictOptions, get_state_dict
 from tests.distributed.pool import Pool
 from tests.parallelism.layouts import LAYOUTS, Job, build
@@ -120,3 +120,18 @@ def test_from_one_number_of_ranks_to_another(ranks: Pool, tmp_path: Path, name: 
 def test_t38_a_resume_is_exact(ranks: Pool, tmp_path: Path, name: str) -> None:
     size = LAYOUTS[name].sizes[0]
     assert ranks(size).run(train_unbroken_and_resume, tmp_path, name) == [[]] * size
+
+
+def save_stages_nested(path: Path) -> str:
+    job = build("pipeline")
+    try:
+        save(AppState(job.model, job.optimizer), checkpoint_id=path / "c")
+    except ReplicaMismatchError as error:
+        return str(error)
+    return "went through"
+
+
+def test_stages_in_the_nested_layout_are_refused(ranks: Pool, tmp_path: Path) -> None:
+    for said in ranks(2).run(save_stages_nested, tmp_path):
+        assert "optimizer.param_groups.0.params" in said
+        assert "flatten_optimizer_state_dict=True" in said
