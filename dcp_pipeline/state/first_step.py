@@ -6,7 +6,6 @@ the meta device), or, where its step needs values, on zeros.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections import OrderedDict, defaultdict
@@ -78,7 +77,9 @@ def _is_plain(value: Any) -> bool:
 
 def _step(parameter: Parameter, stand_in: torch.Tensor) -> Mapping[Any, Any]:
     optimizer = parameter.optimizer
-    twin = copy.copy(optimizer)
+    # copy.copy takes along what torch pickles, and leaves what the class has of its own.
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
     twin.__dict__.pop("step", None)  # schedulers put a wrapper around it there
     for name, value in vars(twin).items():
         if isinstance(value, OrderedDict) and name.endswith("_hooks"):
@@ -86,11 +87,12 @@ def _step(parameter: Parameter, stand_in: torch.Tensor) -> Mapping[Any, Any]:
     group = dict(optimizer.param_groups[parameter.group])
     group.update({name: False for name in _KERNELS if group.get(name)})
     if isinstance(group.get("lr"), torch.Tensor):
-        group["lr"] = float(group["lr"])
+        group["lr"] = group["lr"].detach().cpu().clone()  # some want it to stay a tensor
     twin.state = defaultdict(dict)
     twin.param_groups = [group | {PARAMS: [stand_in]}]
     twin.defaults = dict(optimizer.defaults) | {name: False for name in _KERNELS}
     step = inspect.unwrap(type(optimizer).step)
-    with torch.no_grad():
+    # Compiling would take seconds, for values that mean nothing.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         step(twin)
     return dict(twin.state.get(stand_in, {}))

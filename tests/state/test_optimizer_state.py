@@ -310,6 +310,36 @@ def test_nested_state(tmp_path: Path) -> None:
                 load(AppState(other, each), checkpoint_id=tmp_path / "c")
 
 
+class Capped(torch.optim.Optimizer):
+    """Has a setting of its own, which is in no group, and wants ``lr`` to be a tensor."""
+
+    def __init__(self, params: Any, cap: float) -> None:
+        super().__init__(params, {"lr": torch.tensor(0.1)})
+        self.cap = cap
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert isinstance(group["lr"], torch.Tensor)
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["seen"] = parameter.new_zeros((2, *parameter.shape))
+                state["seen"] += parameter.grad.clamp(max=self.cap)
+                parameter.sub_(group["lr"] * state["seen"].sum(0))
+
+
+def test_settings_of_an_optimizers_own(tmp_path: Path) -> None:
+    """What it keeps is known before its first step, and missed where a checkpoint lacks it."""
+    model = nn.Linear(3, 2)
+    optimizer = Capped(model.parameters(), cap=0.5)
+    state = {"app": AppState(model, optimizer)}
+    bare = {"model": state["app"].state_dict()["model"], "optimizer": {"param_groups": []}}
+    save({"app": bare}, checkpoint_id=tmp_path)
+    with pytest.raises(LoadMismatchError, match=r"app\.optimizer\.state\.weight\.seen"):
+        load(state, checkpoint_id=tmp_path)
+
+
 class Outer(torch.optim.Optimizer):
     """Steps another optimizer; how often stands in a list."""
 
