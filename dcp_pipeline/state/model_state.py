@@ -137,7 +137,7 @@ def put_into_model(
         given = spread(given, find, check)
     else:
         check(given)
-    _load(model, {keys[name]: value for name, value in given.items() if name in keys}, names)
+    _load(model, {keys[name]: value for name, value in given.items() if name in keys}, own, names)
     missing = [name for name in keys if name not in given and name not in frozen]
     return IncompatibleKeys(missing, [name for name in given if name not in keys])
 
@@ -161,9 +161,13 @@ def _check(missing: list[str], unexpected: list[str]) -> None:
     raise kind("; ".join(lines), missing=missing, unexpected=unexpected)
 
 
-def _load(model: nn.Module, state: dict[str, Any], names: ModelNames) -> None:
+def _load(
+    model: nn.Module, state: dict[str, Any], own: Mapping[str, Any], names: ModelNames
+) -> None:
     """Copy into the model's tensors; those on the meta device become what is given."""
     is_meta = any(value.is_meta for value in (*model.parameters(), *model.buffers()))
+    if is_meta:
+        state = {key: _of_dtype(value, own[key]) for key, value in state.items()}
     with torch.no_grad(), _same_objects() if is_meta else contextlib.nullcontext():
         model.load_state_dict(state, strict=False, assign=is_meta)
     if not is_meta:
@@ -179,6 +183,11 @@ def _load(model: nn.Module, state: dict[str, Any], names: ModelNames) -> None:
             " model runs",
             list_some(left),
         )
+
+
+def _of_dtype(value: Any, like: Any) -> Any:
+    is_both = isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor)
+    return value.to(like.dtype) if is_both and value.dtype != like.dtype else value
 
 
 @contextlib.contextmanager

@@ -128,12 +128,14 @@ class Layout:
     has_experts: bool = False
 
 
-def build(name: str, lr: float = 0.05) -> Job:
-    """A freshly made job on a layout."""
+def build(name: str, lr: float = 0.05, device: str = "cpu") -> Job:
+    """A freshly made job on a layout; on the device ``meta`` it has no memory yet."""
     if name == "pipeline":
         return _stage(lr)
     layout = LAYOUTS[name]
-    model = layout.wrap(Decoder(layout.has_experts))
+    with torch.device(device):
+        bare = Decoder(layout.has_experts)
+    model = layout.wrap(bare)
 
     def forward_and_backward(number: int) -> float:
         loss = _loss(model(_batch(number)), number)

@@ -135,3 +135,27 @@ def test_stages_in_the_nested_layout_are_refused(ranks: Pool, tmp_path: Path) ->
     for said in ranks(2).run(save_stages_nested, tmp_path):
         assert "optimizer.param_groups.0.params" in said
         assert "flatten_optimizer_state_dict=True" in said
+
+
+def resume_on_meta(path: Path, name: str) -> list[str]:
+    """What differs where the job that is resumed was made without memory."""
+    problems = []
+    job = build(name)
+    job.train(0, 2)
+    save(app_of(job, name), checkpoint_id=path / "c")
+    resumed = build(name, lr=1.0, device="meta")
+    parameters = list(resumed.model.parameters())
+    load(app_of(resumed, name), checkpoint_id=path / "c")
+    if whole(resumed) != whole(job):
+        problems.append("other values")
+    if any(one is not two for one, two in zip(parameters, resumed.model.parameters(), strict=True)):
+        problems.append("other parameters")
+    if resumed.train(2, 5) != job.train(2, 5) or whole(resumed) != whole(job):
+        problems.append("another course")
+    return problems
+
+
+@pytest.mark.parametrize("name", ["alone", "fsdp2", "tensor", "fsdp2 over tensor"])
+def test_a_resume_on_the_meta_device_is_exact(ranks: Pool, tmp_path: Path, name: str) -> None:
+    size = LAYOUTS[name].sizes[0]
+    assert ranks(size).run(resume_on_meta, tmp_path, name) == [[]] * size
