@@ -142,7 +142,7 @@ def sent_from_first(
     for error in refused:
         if error is not None:
             raise error
-    device = dist.distributed_c10d._get_pg_default_device()
+    device = torch.device(dist.distributed_c10d._get_object_coll_device())
     result: dict[Any, Any] = {}
     for key, form in forms.items():
         if not isinstance(form, Form):

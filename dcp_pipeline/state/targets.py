@@ -89,7 +89,7 @@ def materialized(value: Any) -> Any:
         )
     device_type = "cpu"
     if dist.is_available() and dist.is_initialized():
-        device_type = dist.distributed_c10d._get_pg_default_device().type
+        device_type = dist.distributed_c10d._get_object_coll_device()
     return torch.empty_like(value, device=_current(device_type))
 
 

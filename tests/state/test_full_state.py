@@ -2,6 +2,7 @@
 
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,23 @@ def through_whole_states(name: str, is_flat: bool) -> list[str]:
 )
 def test_whole_states_both_ways(ranks: Pool, name: str, size: int, is_flat: bool) -> None:
     assert ranks(size).run(through_whole_states, name, is_flat) == [[]] * size
+
+
+def fill_without_a_warning(path: Path) -> bool:
+    """Sending from rank 0, and giving memory to what has none, warn of nothing."""
+    job = build("fsdp2")
+    state = get_model_state_dict(job.model, options=ON_FIRST)
+    save({"weight": torch.ones(2)}, checkpoint_id=path)
+    empty = {"weight": torch.empty(2, device="meta")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_model_state_dict(job.model, state, options=FROM_FIRST)
+        load(empty, checkpoint_id=path)
+    return bool(empty["weight"].eq(1).all())
+
+
+def test_nothing_is_warned_of(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks(2).run(fill_without_a_warning, tmp_path) == [True, True]
 
 
 def send_a_wrong_shape() -> str:
