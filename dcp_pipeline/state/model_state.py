@@ -15,13 +15,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict as torch_set_model_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from dcp_pipeline.core.errors import MissingKeyError, StateError, UnexpectedKeyError, list_some
+from dcp_pipeline.core.table import Kind
 from dcp_pipeline.state.fitting import Fit, FittingState, Stored
 from dcp_pipeline.state.full_state import Form, Target, gathered, offloaded, sent_from_first, spread
 from dcp_pipeline.state.model_names import ModelNames, spellings
 
 logger = logging.getLogger("dcp_pipeline")
+
+_EXTRA_STATE = "_extra_state"
+"""How torch calls what ``get_extra_state`` gives, behind the name of the module."""
 
 __all__ = ["IncompatibleKeys", "ModelState", "has_flat_parameters", "model_state", "put_into_model"]
 
@@ -34,12 +39,24 @@ class IncompatibleKeys(NamedTuple):
 
 
 class ModelState(FittingState):
-    """A model's state by name; finds names that a checkpoint has with wrappers' prefixes."""
+    """A model's state by name; finds names that a checkpoint has with wrappers' prefixes.
+
+    Extra state of modules, which they take whole, has the size that it was saved with.
+    """
 
     def fit(self, stored: Stored) -> Fit:
         given = {path[0]: path for path in stored.keys if len(path) == 1}
         other = spellings(map(str, self), map(str, given))
-        return Fit(renamed={(name,): (spelled,) for name, spelled in other.items()})
+        fit = Fit(renamed={(name,): (spelled,) for name, spelled in other.items()})
+        for name, value in self.items():
+            spec = stored.keys.get((other.get(name, name),))
+            is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if spec is None or not is_whole or not str(name).endswith(_EXTRA_STATE):
+                continue
+            if spec.kind is Kind.TENSOR and spec.shape != tuple(value.shape):
+                fit.dropped.append((name,))
+                fit.made[(name,)] = value.new_empty(spec.shape)
+        return fit
 
 
 def model_state(
