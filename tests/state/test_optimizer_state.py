@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from dcp_pipeline import AppState, DefaultLoadPlanner, load, save
+from dcp_pipeline import AppState, load, save
 from dcp_pipeline.core.errors import LoadMismatchError, MissingKeyError, StateError
 from dcp_pipeline.state.helpers import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
+from tests.state.optimizers import LAYOUTS, bits, model_of, plain, train
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-LAYOUTS = [pytest.param(None, id="nested"), pytest.param(FLAT, id="flat")]
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
@@ -39,34 +37,6 @@ OPTIMIZERS = {
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
 }
-
-
-def model_of(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 7) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, 3, generator=generator)).square().sum().backward()
-        optimizer.step()
-
-
-def bits(model: nn.Module) -> list[list[float]]:
-    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
-
-
-def plain(state: Any) -> Any:
-    """Values that compare with ``==``."""
-    if isinstance(state, torch.Tensor):
-        return str(state.dtype), state.tolist()
-    if isinstance(state, dict):
-        return {key: plain(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [plain(value) for value in state]
-    return state
 
 
 @pytest.mark.parametrize("options", LAYOUTS)
@@ -386,69 +356,3 @@ def test_state_keeps_its_dtype(tmp_path: Path) -> None:
         state["exp_avg"].zero_()
     load(AppState(other, fresh), checkpoint_id=tmp_path / "c")
     assert plain([*fresh.state.values()]) == plain([*optimizer.state.values()])
-
-
-@pytest.mark.parametrize("options", LAYOUTS)
-def test_what_is_handed_in_is_left_as_it_is(options: Any) -> None:
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 1)
-    weights, state = get_state_dict(model, optimizer, options=options)
-    before = plain(dict(weights)), plain(copy.deepcopy(state))
-    set_state_dict(
-        model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options
-    )
-    assert (plain(dict(weights)), plain(dict(state))) == before
-
-
-@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner], ids=["ours", "planner of DCP's"])
-@pytest.mark.parametrize("options", LAYOUTS)
-def test_the_usual_three_calls(tmp_path: Path, options: Any, planner: Any) -> None:
-    """get, load, set: also where the optimizer has no state yet, and nothing is an AppState."""
-    model, other = model_of(), model_of(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    train(model, optimizer, 2)
-    weights, state = get_state_dict(model, optimizer, options=options)
-    save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "c")
-    fresh = torch.optim.AdamW(other.parameters())
-    weights, state = get_state_dict(other, fresh, options=options)
-    load(
-        {"model": weights, "optimizer": state},
-        checkpoint_id=tmp_path / "c",
-        planner=planner and planner(),
-    )
-    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=state, options=options)
-    assert bits(other) == bits(model)
-    assert plain(fresh.state_dict()) == plain(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("options", LAYOUTS)
-def test_a_planner_of_dcps_and_an_object_without_state(tmp_path: Path, options: Any) -> None:
-    model, other = model_of(), model_of(1)
-    optimizer, fresh = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other))
-    train(model, optimizer, 2)
-    save({"app": AppState(model, optimizer, options=options)}, checkpoint_id=tmp_path / "c")
-    app = AppState(other, fresh, options=options)
-    load({"app": app}, checkpoint_id=tmp_path / "c", planner=DefaultLoadPlanner())
-    assert bits(other) == bits(model)
-    assert plain(fresh.state_dict()) == plain(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("saved_steps", [0, 2])
-@pytest.mark.parametrize("options", LAYOUTS)
-def test_an_optimizer_that_is_left_out_stays(
-    tmp_path: Path, options: Any, saved_steps: int, steps: int
-) -> None:
-    model, other = model_of(), model_of(1)
-    optimizer, fresh = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other))
-    train(model, optimizer, saved_steps)
-    train(other, fresh, steps)
-    fresh.param_groups[0]["lr"] = 0.7
-    before = plain(copy.deepcopy(fresh.state_dict()))
-    save({"app": AppState(model, optimizer, options=options)}, checkpoint_id=tmp_path / "c")
-    config = {"transforms": [{"kind": "exclude", "keys": ["app.optimizer.*"], "on": "load"}]}
-    app = AppState(other, fresh, options=options)
-    load({"app": app}, checkpoint_id=tmp_path / "c", config=config)
-    assert bits(other) == bits(model)
-    assert plain(fresh.state_dict()) == before
