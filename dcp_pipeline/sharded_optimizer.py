@@ -11,6 +11,8 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from dcp_pipeline.api import load_state_dict
 from dcp_pipeline.core.errors import MissingKeyError
+from dcp_pipeline.dcp import FileSystemReader
+from dcp_pipeline.pipeline import Pipeline
 from dcp_pipeline.types.dcp import (
     LoadPlanner,
     Metadata,
@@ -35,7 +37,7 @@ def load_sharded_optimizer_state_dict(
         model_state_dict: name to parameter, a ``DTensor``, ``ShardedTensor`` or plain tensor. State
             of a parameter's shape is sharded as it is; what is of another shape is whole.
         optimizer_key: where the checkpoint has the optimizer's state: the section that holds
-            ``state`` and ``param_groups``, or keys of the flat layout.
+            ``state`` and ``param_groups``, or keys of the flat layout; dotted, if it lies deeper.
         storage_reader: of the checkpoint.
         planner: one of DCP's, to choose what is loaded.
 
@@ -48,15 +50,46 @@ def load_sharded_optimizer_state_dict(
     metadata = storage_reader.read_metadata()
     parameters = {name: value for name, value in model_state_dict.items() if _has_shape(value)}
     template: dict[Any, Any] = {}
+    depth = 0
     for name, path in (metadata.planner_data or {}).items():
-        if path[0] == optimizer_key and name in metadata.state_dict_metadata:
+        inside = _depth_of(path, optimizer_key)
+        if inside and name in metadata.state_dict_metadata:
+            depth = inside
             _put(template, path, _place_for(name, metadata, parameters))
     if not template:
         raise MissingKeyError(
             f"the checkpoint has nothing at {optimizer_key!r}", missing=[optimizer_key]
         )
-    load_state_dict(template, storage_reader, planner=planner)
-    return template
+    if isinstance(storage_reader, FileSystemReader) and planner is None:
+        config = storage_reader.config.to_dict()
+        # Nobody asks for the rest.
+        only = {"kind": "include", "keys": [f"{optimizer_key}.*"], "on": "load"}
+        with Pipeline.from_config(config | {"transforms": [*config["transforms"], only]}) as pipe:
+            pipe.load(template, storage_reader.path)
+    else:
+        load_state_dict(template, storage_reader, planner=planner)
+    found: Any = template
+    for key in _keys_above(template, depth):
+        found = found[key]
+    return {optimizer_key: found}
+
+
+def _depth_of(path: Any, optimizer_key: str) -> int:
+    """How many keys of a path make up ``optimizer_key``; 0 if it lies elsewhere."""
+    for depth in range(1, len(path)):
+        if ".".join(map(str, path[:depth])) == optimizer_key:
+            return depth
+    return 0
+
+
+def _keys_above(tree: Any, depth: int) -> list[Any]:
+    """The keys of the first ``depth`` levels, each of which holds one."""
+    keys = []
+    for _ in range(depth):
+        (key,) = tree
+        keys.append(key)
+        tree = tree[key]
+    return keys
 
 
 def _has_shape(value: Any) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcp_pipeline.state.optimizer_state import PARAMS, Parameter
 
@@ -46,11 +47,24 @@ def state_after_a_step(parameter: Parameter, is_real: bool = False) -> Mapping[A
             stand_in = torch.zeros(tuple(like.shape), dtype=like.dtype, device=device)
         stand_in.requires_grad_().grad = torch.zeros_like(stand_in)
         try:
-            return _step(parameter, stand_in)
+            with _NoCollectives():  # type: ignore[no-untyped-call]
+                return _step(parameter, stand_in)
         except Exception:
             # Optimizers may do anything in their step. What one does not tell is not checked.
             continue
     return None
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what an optimizer sends itself: other ranks may have other parameters.
+
+    What sharded tensors send among the ranks of their mesh goes through.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise RuntimeError(f"{func} in the step of a stand-in")
+        return func(*args, **(kwargs or {}))
 
 
 def _can_have_a_twin(optimizer: torch.optim.Optimizer) -> bool:

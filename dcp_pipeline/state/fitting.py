@@ -8,6 +8,7 @@ a name was saved.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,15 +75,15 @@ class Fit:
 class FittingState(dict[Any, Any], ABC):
     """A mapping that is a part of a state, and adapts to a checkpoint that is loaded into it.
 
-    Copies of it are plain dicts.
+    Copies of it are dicts without that ability, which ``torch.load`` reads with ``weights_only``.
     """
 
     @abstractmethod
     def fit(self, stored: Stored) -> Fit:
         """What is to be changed in a template that has this part; nothing is changed yet."""
 
-    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[Any, Any]]]:
-        return dict, (dict(self),)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
 
     def __copy__(self) -> dict[Any, Any]:
         return dict(self)

@@ -36,7 +36,7 @@ def sharded_state(
     def find(place: Place, form: Form) -> Target:
         name, inner = _name_and_rest(place, by_name)
         if name is None:
-            return Target(is_here=place[0] == GROUPS)
+            return Target(is_here=place[:1] == (GROUPS,))
         return _target(by_name[name], inner, form)
 
     def check(places: Collection[Place]) -> None:
@@ -72,9 +72,9 @@ def _at(state: Mapping[Any, Any], inner: Place, form: Form) -> torch.Tensor | No
 
 
 def _name_and_rest(place: Place, names: Mapping[str, Parameter]) -> tuple[str | None, Place]:
-    if place[0] == STATE:
+    if place[:1] == (STATE,) and len(place) > 1:
         return (place[1] if place[1] in names else None), place[2:]
-    section, _, rest = str(place[0]).partition(".")
+    section, _, rest = ".".join(map(str, place[:1])).partition(".")
     name = longest_name(rest, names) if section == STATE else None
     return name, tuple(rest[len(name) + 1 :].split(".")) if name else ()
 
@@ -98,6 +98,8 @@ class _At(int):
 def _tree(leaves: Mapping[Place, Any]) -> dict[str, Any]:
     tree: dict[Any, Any] = {}
     for place, value in leaves.items():
+        if not place:
+            continue  # nothing at all
         node = tree
         for key in place[:-1]:
             node = node.setdefault(key, {})

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import OptimizerStateType, StateDictOptions
 
 from dcp_pipeline.core.garbage import collector_paused
+from dcp_pipeline.state.first_step import state_after_a_step
 from dcp_pipeline.state.flat_parameters import flat_optimizer_state, put_into_flat_optimizers
 from dcp_pipeline.state.full_optimizer_state import sharded_state, whole_state
 from dcp_pipeline.state.model_names import ModelNames
@@ -35,7 +36,9 @@ from dcp_pipeline.state.model_state import (
 )
 from dcp_pipeline.state.optimizer_load import put_into_optimizers
 from dcp_pipeline.state.optimizer_state import (
+    STATE,
     Parameter,
+    flat_key,
     flattened,
     grouped,
     named_state,
@@ -69,8 +72,9 @@ def get_model_state_dict(
         model: on any layout, with any wrappers.
         submodules: only what these hold.
         options: ``full_state_dict`` makes whole tensors of sharded ones, one at a time; with
-            ``cpu_offload`` in host memory, and then on rank 0 alone. ``cpu_offload`` alone copies
-            shards to host memory. ``ignore_frozen_params`` leaves out what takes no gradient.
+            ``cpu_offload`` in host memory, and then on rank 0 alone. ``cpu_offload`` alone moves
+            shards to host memory; those that lie there already are not copied.
+            ``ignore_frozen_params`` leaves out what takes no gradient.
 
     Returns:
         The model's own tensors, unless options say otherwise. On the way into ``load`` it finds
@@ -152,16 +156,12 @@ def get_optimizer_state_dict(
         parameters = owners(names, listed)
         if submodules:
             parameters = _inside(parameters, submodules)
-        state = named_state(listed, parameters)
+        state = named_state(listed, parameters, checked.ignore_frozen_params)
         if checked.flatten_optimizer_state_dict:
             state = flattened(state)
         if checked.full_state_dict or checked.cpu_offload:
             return whole_state(state, checked)
-        slots = [
-            ParameterSlot(parameter)
-            for parameter in parameters
-            if parameter.state or parameter.tensor.requires_grad
-        ]
+        slots = [ParameterSlot(parameter) for parameter in parameters]
         return OptimizerState(state, slots, listed)
 
 
@@ -195,7 +195,7 @@ def set_optimizer_state_dict(
     given: Mapping[str, Any] = optim_state_dict
     if checked.full_state_dict:
         given = sharded_state(given, parameters, checked)
-    own = {parameter.name: parameter.state for parameter in parameters}
+    own = {parameter.name: _shown(parameter, given) for parameter in parameters}
     put_into_optimizers(listed, parameters, grouped(given, own), checked.strict)
 
 
@@ -226,6 +226,15 @@ def set_state_dict(
     found = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return found
+
+
+def _shown(parameter: Parameter, given: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """A state that shows how keys of the flat layout are to be read."""
+    if parameter.state or STATE in given:
+        return parameter.state
+    prefix = flat_key(STATE, parameter.name, "")
+    is_nested = any(key.startswith(prefix) and "." in key[len(prefix) :] for key in given)
+    return (state_after_a_step(parameter) or {}) if is_nested else {}
 
 
 def _checked(options: StateDictOptions | None) -> StateDictOptions:

@@ -8,6 +8,7 @@ rank. A leaf that lies inside a value which was stored whole (DCP stores tuples 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,12 @@ from typing import Any
 import torch
 
 from dcp_pipeline.core.dtypes import ITEM_SIZES
-from dcp_pipeline.core.errors import CheckpointError, UnsupportedLeafError, list_some
+from dcp_pipeline.core.errors import (
+    CheckpointError,
+    LoadMismatchError,
+    UnsupportedLeafError,
+    list_some,
+)
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path, dotted, is_prefix
 from dcp_pipeline.core.table import KeySpec, Kind
@@ -35,6 +41,8 @@ from dcp_pipeline.state.targets import (
 from dcp_pipeline.types.entries import Piece
 
 __all__ = ["FindCast", "Match", "match"]
+
+logger = logging.getLogger("dcp_pipeline")
 
 FindCast = Callable[[str, str, str], bool | None]
 """``(key, source, target)`` to whether overflow is an error; ``None`` where no cast is declared."""
@@ -104,7 +112,37 @@ def match(
             f"the template holds expanded tensors, whose elements share memory, so that they cannot"
             f" be loaded into: {list_some(matcher.result.unwritable)}; clone() them first"
         )
+    _check_shared(matcher.result, manifest)
     return matcher.result
+
+
+def _check_shared(found: Match, manifest: Manifest) -> None:
+    """Refuse values that differ and would go to one memory, of which the last would stay."""
+    keys: dict[object, dict[int, str]] = {}
+    for target in found.tensors:
+        if target.path is None and target.pieces:
+            places = tuple((p.data.data_ptr(), p.data.stride(), p.sizes) for p in target.pieces)
+            keys.setdefault((places, target.pieces[0].data.dtype), {})[target.key] = target.name
+    shared = [names for names in keys.values() if len(names) > 1]
+    prints = manifest.fingerprint
+    unequal, unknown = [], []
+    for names in shared:
+        values = {prints.of(name) if prints is not None else None for name in names.values()}
+        if None in values:
+            unknown.append(" and ".join(names.values()))
+        elif len(values) > 1:
+            unequal.append(" and ".join(names.values()))
+    if unequal:
+        raise LoadMismatchError(
+            "tensors that are one here were saved with different values, of which only one could"
+            f" be kept: {list_some(unequal)}; untie them, or leave one out"
+        )
+    if unknown:
+        logger.warning(
+            "tensors that are one here were saved apart, and whether with the same values is not"
+            " recorded: %s",
+            list_some(unknown),
+        )
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

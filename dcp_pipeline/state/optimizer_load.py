@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dcp_pipeline.core.errors import MissingKeyError, StateError, list_some
+from dcp_pipeline.core.errors import MissingKeyError, ShapeMismatchError, StateError, list_some
 from dcp_pipeline.state.first_step import state_after_a_step
 from dcp_pipeline.state.optimizer_state import GROUPS, PARAMS, STATE, Grouped, Parameter
 
@@ -23,32 +23,60 @@ def put_into_optimizers(
     """Hand each optimizer its part, through its own ``load_state_dict``.
 
     Raises:
-        MissingKeyError: nothing is said of a parameter that has state once it is stepped.
+        MissingKeyError: nothing is said of a parameter that has state once it is stepped, of an
+            entry of such a state, or of a parameter's hyperparameters.
+        ShapeMismatchError: a value per element of a parameter is none.
         StateError: parameters of one group were in groups that differ.
     """
     if is_strict:
-        _check_complete(parameters, given)
+        _check(parameters, given)
     parts = [_part(optimizer, parameters, given) for optimizer in optimizers]
     for optimizer, part in zip(optimizers, parts, strict=True):
         optimizer.load_state_dict(part)
-        _keep_dtypes(optimizer, parameters, given)
+        _keep_values(optimizer, parameters, given)
 
 
-def _check_complete(parameters: Sequence[Parameter], given: Grouped) -> None:
+def _check(parameters: Sequence[Parameter], given: Grouped) -> None:
+    """Raise for what the optimizers could not step with."""
+    missing: list[str] = []
+    wrong: list[tuple[str, object, object]] = []
     has_any = any(given.state.values())
-    missing = [
-        parameter.name
-        for parameter in parameters
-        if parameter.tensor.requires_grad
-        and parameter.name not in given.state
-        and _is_stateful(parameter, has_any)
-    ]
+    for parameter in parameters:
+        state = given.state.get(parameter.name)
+        if state:
+            _compare(parameter, state, missing, wrong)
+        elif state is None and parameter.tensor.requires_grad and _is_stateful(parameter, has_any):
+            missing.append(parameter.name)
+        if parameter.name not in given.hyperparameters:
+            missing.append(f"{GROUPS} of {parameter.name}")
     if missing:
         raise MissingKeyError(
             f"the state has nothing on {list_some(missing)}, not even that there was none"
-            " (strict=False leaves them without state)",
+            " (strict=False goes on without)",
             missing=missing,
         )
+    if wrong:
+        lines = [f"{name}: {found} given, {expected} wanted" for name, found, expected in wrong]
+        raise ShapeMismatchError(list_some(lines), shapes=wrong)
+
+
+def _compare(
+    parameter: Parameter,
+    state: Mapping[Any, Any],
+    missing: list[str],
+    wrong: list[tuple[str, object, object]],
+) -> None:
+    """Note what the state of a parameter lacks, and what is not of its shape."""
+    expected = parameter.state or state_after_a_step(parameter) or {}
+    for key, usual in expected.items():
+        name = f"{parameter.name}.{key}"
+        if key not in state:
+            missing.append(name)
+        elif isinstance(usual, torch.Tensor) and usual.shape == parameter.tensor.shape:
+            found = getattr(state[key], "shape", None)
+            if found is None or tuple(found) != tuple(usual.shape):
+                shown = type(state[key]).__name__ if found is None else list(found)
+                wrong.append((name, shown, list(usual.shape)))
 
 
 def _is_stateful(parameter: Parameter, is_likely: bool) -> bool:
@@ -117,20 +145,29 @@ def _like(before: Any, saved: Any) -> Any:
     return saved
 
 
-def _keep_dtypes(
+def _keep_values(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Parameter], given: Grouped
 ) -> None:
-    """Undo torch's cast of state to the dtype of the parameter: it loses what fp32 moments hold."""
+    """Undo what torch does to state on its way in.
+
+    It casts tensors to the dtype of the parameter, which loses what fp32 moments hold, and takes
+    strings for lists.
+    """
     for parameter in parameters:
-        if parameter.optimizer is not optimizer:
-            continue
-        state = optimizer.state.get(parameter.tensor, {})
-        for key, value in given.state.get(parameter.name, {}).items():
-            now = state.get(key)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(now, torch.Tensor)
-                and now.dtype != value.dtype
-                and key != "step"
-            ):
-                state[key] = value.to(device=now.device)
+        if parameter.optimizer is optimizer:
+            state = optimizer.state.get(parameter.tensor, {})
+            for key, value in given.state.get(parameter.name, {}).items():
+                if key in state and key != "step":
+                    state[key] = _kept(value, state[key])
+
+
+def _kept(value: Any, now: Any) -> Any:
+    if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+        return value.to(device=now.device) if now.dtype != value.dtype else now
+    if isinstance(value, Mapping) and isinstance(now, Mapping):
+        return {key: _kept(child, now.get(key)) for key, child in value.items()}
+    if isinstance(value, (str, bytes)):
+        return value
+    if type(value) in (list, tuple) and type(now) is type(value):
+        return type(value)(_kept(one, other) for one, other in zip(value, now, strict=True))
+    return now

@@ -86,7 +86,9 @@ def owners(names: ModelNames, optimizers: Iterable[torch.optim.Optimizer]) -> li
 
 
 def named_state(
-    optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[Parameter]
+    optimizers: Iterable[torch.optim.Optimizer],
+    parameters: Iterable[Parameter],
+    leaves_out_frozen: bool = False,
 ) -> dict[str, Any]:
     """The state of all optimizers together; nothing is changed, tensors are the optimizers' own.
 
@@ -104,7 +106,7 @@ def named_state(
             found = raw[STATE].get(parameter.index)
             if found:
                 state[parameter.name] = dict(found)
-            elif parameter.tensor.requires_grad:
+            elif parameter.tensor.requires_grad or not leaves_out_frozen:
                 state[parameter.name] = {}
         name_of = {parameter.index: parameter.name for parameter in own}
         for group in raw[GROUPS]:
@@ -135,8 +137,7 @@ def flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, state in nested[STATE].items():
-        below = dict(_leaves(state, flat_key(STATE, name)))
-        flat.update(below or {flat_key(STATE, name): {}})
+        flat.update(_leaves(state, flat_key(STATE, name)))
     for group in nested[GROUPS]:
         for name in group[PARAMS]:
             flat.update(
@@ -148,7 +149,7 @@ def flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:
         for inner, child in value.items():
             yield from _leaves(child, flat_key(key, inner))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from dcp_pipeline.core.errors import list_some
 from dcp_pipeline.core.path import Index, Path, dotted
 from dcp_pipeline.core.table import KeySpec
 from dcp_pipeline.state.first_step import state_after_a_step
@@ -28,6 +30,8 @@ from dcp_pipeline.types.dtypes import DTYPES
 
 __all__ = ["OptimizerState", "ParameterSlot", "Slot", "paths_of"]
 
+logger = logging.getLogger("dcp_pipeline")
+
 
 class Slot(ABC):
     """A parameter's place in an optimizer's state.
@@ -35,10 +39,12 @@ class Slot(ABC):
     Attributes:
         name: of the parameter.
         own: its state as it is now; empty if there is none yet.
+        is_known: whether it is known what the optimizer needs.
     """
 
     name: str
     own: Mapping[Any, Any]
+    is_known = True
 
     @abstractmethod
     def memory(self, there: Mapping[Path, KeySpec]) -> dict[Path, Any] | None:
@@ -61,16 +67,22 @@ class ParameterSlot(Slot):
         self._parameter = parameter
 
     def memory(self, there: Mapping[Path, KeySpec]) -> dict[Path, Any] | None:
+        if not there and not self._parameter.tensor.requires_grad:
+            return {}
         expected = state_after_a_step(self._parameter)
         if expected is None and not there:
             return None
+        self.is_known = expected is not None
         values = {leaf.path: leaf.value for leaf in flatten(dict(expected or {})).leaves}
         # The keys of a flat layout are strings, whatever they were.
         spelled = {dotted(path): path for path in values}
-        memory = {
-            spelled.get(dotted(path), path): self._tensor(path, spec, values)
-            for path, spec in there.items()
-        }
+        is_torchs = type(self._parameter.optimizer).__module__.startswith("torch.optim.")
+        memory = {}
+        for stored_path, spec in there.items():
+            path = spelled.get(dotted(stored_path), stored_path)
+            if is_torchs and self.is_known and path not in values:
+                continue  # they make all of their state in the first step: it is another's
+            memory[path] = self._tensor(path, spec, values.get(path))
         # What is missing will be named; nothing is ever put there.
         memory = {path: torch.empty(()) for path in values} | memory
         return self._with_wrappers(memory, expected or {})
@@ -85,13 +97,18 @@ class ParameterSlot(Slot):
         whole = {(key,): value for key, value in real.items() if is_wrapper(value)}
         return whole | {path: value for path, value in memory.items() if path[:1] not in whole}
 
-    def _tensor(self, path: Path, stored: KeySpec, expected: Mapping[Path, Any]) -> Any:
+    def _tensor(self, path: Path, stored: KeySpec, usual: Any) -> Any:
         """A tensor to fill, sharded as the optimizer would have it; ``None`` for a value."""
+        like = self._parameter.tensor
+        is_usual = isinstance(usual, torch.Tensor) and usual.dim() > 0
+        is_per_element = is_usual and usual.shape == like.shape
+        if is_per_element and (stored.dtype is None or stored.shape != tuple(like.shape)):
+            # Of another kind or shape, as will be said.
+            return torch.empty(tuple(like.shape), dtype=usual.dtype, device="meta")
         if stored.dtype is None:
             return None
-        like = self._parameter.tensor
-        usual = expected.get(path)
-        dtype = usual.dtype if isinstance(usual, torch.Tensor) else DTYPES[stored.dtype]
+        # Of the dtype that it was saved in: an optimizer's state may be finer than its parameter.
+        dtype = DTYPES[stored.dtype]
         if stored.shape == ():
             return torch.empty((), dtype=dtype, device="cpu")
         if stored.shape == tuple(like.shape):
@@ -140,7 +157,25 @@ class OptimizerState(FittingState):
                 self._make(slot, below, is_flat_here, fit)
         if below.groups:
             self._take_groups(below.groups, fit)
+        self._warn_of_gaps(below)
         return fit
+
+    def _warn_of_gaps(self, below: _Below) -> None:
+        """Say what others have and one parameter lacks, where nobody knows what it needs."""
+        unknown = [slot for slot in self._slots if not slot.is_known and not slot.own]
+        entries = {slot.name: _entries(below.states.get(slot.name, {})) for slot in unknown}
+        most = set().union(*entries.values())
+        gaps = [
+            f"{name}: {', '.join(sorted(most - found))}"
+            for name, found in entries.items()
+            if found and most - found
+        ]
+        if gaps:
+            logger.warning(
+                "the checkpoint has optimizer state for other parameters that these lack, and it"
+                " cannot be told whether they need it: %s",
+                list_some(gaps),
+            )
 
     def _forget(self, slot: Slot, place: Path, is_flat_here: bool, fit: Fit) -> None:
         if slot.own:
@@ -161,6 +196,9 @@ class OptimizerState(FittingState):
         place = _place(slot.name, (), is_flat_here)
         if memory and is_flat_here and place not in fit.made:
             fit.removed.append(place)
+        elif not memory and slot.is_known:
+            # An empty mapping would take whatever there is, of another optimizer.
+            fit.dropped.append(place)
 
     def _take_groups(self, there: Iterable[Path], fit: Fit) -> None:
         """Have the groups of the checkpoint instead of those that are here."""
@@ -184,6 +222,10 @@ class OptimizerState(FittingState):
             # Of another group, perhaps of another kind of optimizer.
             own = [key for key in group if (position, str(key)) not in names]
             fit.removed += [(GROUPS, Index(position), key) for key in own]
+
+
+def _entries(there: Mapping[Path, KeySpec]) -> set[str]:
+    return {dotted(path) for path in there}
 
 
 def paths_of(state: Mapping[Any, Any]) -> list[Path]:
