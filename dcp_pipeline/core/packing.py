@@ -54,12 +54,13 @@ def unpack_columns(data: bytes | memoryview) -> dict[str, Column]:
         (length,) = struct.unpack_from("<I", view)
         header = json.loads(bytes(view[4 : 4 + length]))
         position = 4 + length
-        count = sum(_count(shape) for _, shape, _, _ in header)
-        if count > _FREE_VALUES + _MAX_RATIO * len(view):
-            raise ValueError(f"{len(view)} bytes that claim {count} numbers")
+        counts = [_count(shape) for _, shape, _, _ in header]
+        if sum(counts) > _FREE_VALUES + _MAX_RATIO * len(view):
+            raise ValueError(f"{len(view)} bytes that claim {sum(counts)} numbers")
         columns: dict[str, Column] = {}
-        for name, shape, width, size in header:
-            columns[str(name)] = _unpack_one(view[position : position + size], shape, width)
+        for (name, shape, width, size), count in zip(header, counts, strict=True):
+            blob = view[position : position + size]
+            columns[str(name)] = _unpack_one(blob, shape, count, width)
             position += size
     except (struct.error, ValueError, TypeError, KeyError, zlib.error, RecursionError) as error:
         raise FormatError(f"packed columns are damaged: {error}") from error
@@ -74,10 +75,9 @@ def _count(shape: object) -> int:
     return math.prod(shape)
 
 
-def _unpack_one(blob: memoryview, shape: list[int], width: int) -> Column:
+def _unpack_one(blob: memoryview, shape: list[int], count: int, width: int) -> Column:
     if width not in (1, 2, 4, 8):
         raise ValueError(f"width {width}")
-    count = _count(shape)
     if count * width > 1100 * (len(blob) + 64):
         raise ValueError(f"{len(blob)} deflated bytes cannot hold shape {shape}")
     inflater = zlib.decompressobj()
@@ -86,9 +86,15 @@ def _unpack_one(blob: memoryview, shape: list[int], width: int) -> Column:
         raise ValueError(f"{len(raw)} bytes for shape {shape}")
     if not inflater.eof or inflater.unused_data:
         raise ValueError("a column does not end where it should")
-    shuffled = np.frombuffer(raw, np.uint8).reshape(width, count)
-    narrow = np.ascontiguousarray(shuffled.T).view(f"<i{width}").reshape(shape)
-    return np.cumsum(narrow, axis=0, dtype=np.int64)
+    if width == 1:
+        # Most columns of most tables: nothing to shuffle, and often one value in all rows.
+        if len(shape) == 1 and count and raw.count(0, 1) == count - 1:
+            return np.full(shape, np.frombuffer(raw[:1], np.int8)[0], np.int64)
+        narrow = np.frombuffer(raw, np.int8).reshape(shape)
+    else:
+        shuffled = np.frombuffer(raw, np.uint8).reshape(width, count)
+        narrow = np.ascontiguousarray(shuffled.T).view(f"<i{width}").reshape(shape)
+    return np.add.accumulate(narrow, axis=0, dtype=np.int64)
 
 
 def _difference(column: Column) -> Column:

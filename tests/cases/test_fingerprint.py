@@ -20,6 +20,7 @@ from dcp_pipeline.core.dtypes import ITEM_SIZES
 from tests.core.test_crc64 import by_the_book
 from tests.distributed.pool import Pool
 from tests.golden.values import value_of
+from tests.marks import slow
 from tests.properties.shards import Sharding, dtensor_of, part_of
 
 SERIALIZATIONS = ["torch_save", "safetensors"]
@@ -103,7 +104,7 @@ def wanted() -> Fingerprint:
     return fingerprint(whole_state())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, slow(2), 3, slow(4)])
 def test_one_state_has_one_fingerprint_on_any_ranks(
     ranks: Pool, tmp_path: Path, wanted: Fingerprint, size: int
 ) -> None:

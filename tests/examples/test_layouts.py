@@ -8,6 +8,7 @@ import pytest
 from dcp_pipeline import AppState, load
 from tests.distributed.pool import Pool
 from tests.examples.running import call, torchrun
+from tests.marks import slow
 
 TRAIN_LORA = ("train_lora", "train")
 CLOSE = 1e-5
@@ -19,7 +20,7 @@ def train(example: str, root: Path, *steps: int) -> list[float]:
     return [loss for until in steps for loss in call(example, "train", str(root), until)]
 
 
-@pytest.mark.parametrize(("example", "size"), [("train_fsdp2_tp", 4), ("train_pipeline", 2)])
+@pytest.mark.parametrize(("example", "size"), [slow("train_fsdp2_tp", 4), ("train_pipeline", 2)])
 def test_a_resume_is_exact(ranks: Pool, tmp_path: Path, example: str, size: int) -> None:
     unbroken = ranks(size).run(train, example, tmp_path / "unbroken", 6)
     broken = ranks(size).run(train, example, tmp_path / "broken", 3, 6)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from dcp_pipeline import AppState, ReplicaMismatchError, load, save
 from dcp_pipeline.state.helpers import StateDictOptions, get_state_dict
 from tests.distributed.pool import Pool
+from tests.marks import slow
 from tests.parallelism.layouts import LAYOUTS, Job, build
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -80,13 +81,13 @@ def merged(found: list[tuple[dict[str, Any], list[float | None]]]) -> tuple[Any,
 
 
 def pairs() -> list[Any]:
-    """Every layout is saved on once and loaded on twice in the default run."""
+    """Every layout is saved on once and loaded on once in the default run."""
     names = [name for name, layout in LAYOUTS.items() if not layout.has_experts]
     found = []
     for place, saved in enumerate(names):
         for other, loaded in enumerate(names):
             distance = (other - place) % len(names)
-            marks = [] if distance in (0, 3) else [pytest.mark.slow]
+            marks = [] if distance == 3 else [pytest.mark.slow]
             if distance:
                 found.append(pytest.param(saved, loaded, marks=marks, id=f"{saved} to {loaded}"))
     found += [
@@ -116,7 +117,9 @@ def test_from_one_number_of_ranks_to_another(ranks: Pool, tmp_path: Path, name: 
             assert after[1] == pytest.approx(before[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in ("hsdp", "context") else name for name in LAYOUTS]
+)
 def test_t38_a_resume_is_exact(ranks: Pool, tmp_path: Path, name: str) -> None:
     size = LAYOUTS[name].sizes[0]
     assert ranks(size).run(train_unbroken_and_resume, tmp_path, name) == [[]] * size
@@ -155,7 +158,7 @@ def resume_on_meta(path: Path, name: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("name", ["alone", "fsdp2", "tensor", "fsdp2 over tensor"])
+@pytest.mark.parametrize("name", ["alone", "fsdp2", slow("tensor"), slow("fsdp2 over tensor")])
 def test_a_resume_on_the_meta_device_is_exact(ranks: Pool, tmp_path: Path, name: str) -> None:
     size = LAYOUTS[name].sizes[0]
     assert ranks(size).run(resume_on_meta, tmp_path, name) == [[]] * size

@@ -68,9 +68,18 @@ def read(path: Path, name: str, writer: str, is_foreign: bool) -> Any:
     return plain(get_optimizer_state_dict(job.model, job.optimizer, options=FULL))
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize(
-    ("name", "size"), [("fsdp2", 2), ("fsdp2 over tensor", 4), ("ddp", 2), ("fsdp1", 2)]
+    ("name", "size", "is_flat"),
+    [
+        ("fsdp2", 2, True),
+        ("ddp", 2, False),
+        ("fsdp1", 2, False),
+        ("fsdp2 over tensor", 4, True),
+        pytest.param("fsdp2", 2, False, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, True, marks=pytest.mark.slow),
+        pytest.param("fsdp1", 2, True, marks=pytest.mark.slow),
+        pytest.param("fsdp2 over tensor", 4, False, marks=pytest.mark.slow),
+    ],
 )
 def test_from_one_layout_to_another(
     ranks: Pool, tmp_path: Path, name: str, size: int, is_flat: bool

@@ -75,9 +75,18 @@ def through_whole_states(name: str, is_flat: bool) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize(
-    ("name", "size"), [("fsdp2", 3), ("fsdp2 over tensor", 4), ("ddp", 2), ("experts", 2)]
+    ("name", "size", "is_flat"),
+    [
+        ("fsdp2", 3, True),
+        ("fsdp2 over tensor", 4, False),
+        ("ddp", 2, False),
+        ("experts", 2, True),
+        pytest.param("fsdp2", 3, False, marks=pytest.mark.slow),
+        pytest.param("fsdp2 over tensor", 4, True, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, True, marks=pytest.mark.slow),
+        pytest.param("experts", 2, False, marks=pytest.mark.slow),
+    ],
 )
 def test_whole_states_both_ways(ranks: Pool, name: str, size: int, is_flat: bool) -> None:
     assert ranks(size).run(through_whole_states, name, is_flat) == [[]] * size
