@@ -28,8 +28,8 @@ class FileSystemConfig(KindConfig):
     """Files below a directory.
 
     Attributes:
-        thread_count: how many threads of a rank write or read; twice as many read where each also
-            copies old values (``rollback: copy``).
+        thread_count: how many threads of a rank write or read; four times as many read where each
+            also copies old values (``rollback: copy``).
         sync_files: make the files durable before the checkpoint is committed.
         direct_io: write past the page cache where the file system can.
         reserve_space: reserve room for the files first, so that a full disk fails early.

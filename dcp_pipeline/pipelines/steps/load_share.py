@@ -71,8 +71,8 @@ def open_files(manifest: Manifest, job: LoadJob) -> DataFiles:
     """The data files of a checkpoint, for this load."""
     thread_count = job.parts.storage.thread_count
     if job.rollback.copies:
-        # Half of their time they copy old values, while storage has nothing to do.
-        thread_count *= 2
+        # Most of their time they copy old values, while storage has nothing to do.
+        thread_count *= 4
     return DataFiles(manifest, job.directory, thread_count, check=job.check_peers)
 
 
