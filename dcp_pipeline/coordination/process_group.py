@@ -115,6 +115,8 @@ class ProcessGroupCoordinator(Coordinator):
         self._next_poll = 0.0
         # All is over once the time is out: before that the ranks are called, answer, and decide.
         self._grace = min(max(2.0, 4 * poll_seconds), control.timeout / 4)
+        # A rank that is there may get no processor for seconds.
+        self._notice = min(max(10.0, 4 * poll_seconds), control.timeout / 4)
         self._waits_for: Sequence[int] = ()
         self._since = 0.0
         # Every rank makes its coordinators in the same order, so the number names the operation.
@@ -286,16 +288,16 @@ class ProcessGroupCoordinator(Coordinator):
 
     def _watch(self, done: threading.Event) -> Verdict | None:
         """Wait for the end of a round, or until it is known who is lost."""
-        timeout, grace = self._control.timeout, self._grace
-        while not done.wait(min(self._poll_seconds, grace / 4)):
+        timeout, notice = self._control.timeout, self._notice
+        while not done.wait(min(self._poll_seconds, self._grace / 4)):
             verdict = self._roll_call.look()
             if verdict is not None:
                 return verdict
             waits_for, since = self._waits_for, self._since
             waited = time.monotonic() - since if waits_for else 0.0
-            if waited > timeout - grace:
+            if waited > timeout - notice:
                 self._roll_call.raise_alarm()
-            if waited > timeout - grace / 2:
+            if waited > timeout - notice / 2:
                 return self._decide(waits_for, f"no answer for {timeout:g} s")
         return None
 

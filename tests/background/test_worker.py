@@ -20,6 +20,7 @@ from dcp_pipeline.background.worker import Worker
 from dcp_pipeline.core.errors import BackgroundDiedError, ConfigError
 from tests.background.replies import Replies
 from tests.marks import slow
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,9 +67,7 @@ def test_it_is_noticed_when_it_dies(caplog: pytest.LogCaptureFixture) -> None:
     assert caught.value.exit_code == 17 and not worker.is_alive
     with pytest.raises(BackgroundDiedError, match="died, exit 17"):
         worker.request("name")
-    deadline = time.monotonic() + 10
-    while "died, exit 17" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert eventually(lambda: "died, exit 17" in caplog.text)
     assert caplog.records[-1].levelno == logging.ERROR
     worker.close()
 

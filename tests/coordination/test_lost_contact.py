@@ -17,8 +17,8 @@ from dcp_pipeline.core.errors import CoordinationError
 from tests.distributed.outcome import Died
 from tests.distributed.pool import Pool
 
-TIMEOUT = 4.0
-SPARE = 5.0
+TIMEOUT = 12.0
+SPARE = 8.0
 """For a machine that is busy."""
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from dcp_pipeline.pipelines.steps import save_write
 from dcp_pipeline.storage.changes import FileChanges
 from dcp_pipeline.storage.filesystem import FileSystemStorage
 from tests.equal import assert_same
+from tests.waiting import eventually
 
 __all__ = [
     "check_loads",
@@ -130,21 +130,12 @@ def nothing_leaks(seconds: float = 10.0) -> Iterator[None]:
     gc.collect()
     before = _held()
     yield
-    _wait_until(
-        lambda: all(now <= then for now, then in zip(_held(), before, strict=True)),
-        seconds,
-        lambda: f"{before} became {_held()}",
+    is_given_back = eventually(
+        lambda: all(now <= then for now, then in zip(_held(), before, strict=True)), seconds
     )
+    assert is_given_back, f"threads and files: {before} became {_held()}"
 
 
 def _held() -> tuple[int, int]:
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("dcp_pipeline")]
     return len(ours), len(os.listdir("/proc/self/fd"))
-
-
-def _wait_until(done: Callable[[], bool], seconds: float, say: Callable[[], str]) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, f"threads and files: {say()}"
-        time.sleep(0.05)
-        gc.collect()
