@@ -315,7 +315,7 @@ class Pipeline:
             CheckpointException: on every rank, if any failed. All that had changed was put back.
         """
         coordinator = self.coordinator(process_group, no_dist, coordinator_rank)
-        directory = self._parts.storage.open(as_text(checkpoint_id))
+        directory = self._parts.open_to_read(as_text(checkpoint_id))
         for attempt in range(_ATTEMPTS):
             job = LoadJob(self._parts, coordinator, directory, Rollback(self.config.rollback))
             trace = Trace("load", coordinator.rank)

@@ -202,18 +202,53 @@ class StorageContract:
         directory = storage.open(location)
         assert directory.read("record") == winner.encode() and directory.names() == ["record"]
 
-    @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", ".", "", "a\0b"])
+    @pytest.mark.parametrize(
+        "name",
+        ["../a", "/etc/passwd", "a/../../b", "a/..", "a//b", "a/", "./a", "..", ".", "", "a\0b"],
+    )
     def test_names_that_lead_elsewhere(self, directory: Directory, name: str) -> None:
         for action in (
             lambda: directory.read(name),
             lambda: directory.open(name),
-            lambda: directory.put(name, b""),
+            lambda: directory.size(name),
             lambda: directory.exists(name),
-            lambda: directory.delete([name]),
-            lambda: directory.commit(name, b"", None, []),
+            lambda: directory.names_below(name),
         ):
             with pytest.raises(UnsafeCheckpointError):
                 action()
+        self._refuses_to_change(directory, name)
+
+    def _refuses_to_change(self, directory: Directory, name: str) -> None:
+        actions: list[Callable[[], None]] = [
+            lambda: directory.put(name, b""),
+            lambda: directory.write(name, 0, [], lambda data: None, 4096),
+            lambda: directory.delete([name]),
+            lambda: directory.commit(name, b"", None, []),
+        ]
+        for action in actions:
+            with pytest.raises(UnsafeCheckpointError):
+                action()
+
+    @pytest.mark.parametrize("follow_links", [False, True])
+    def test_files_in_folders_are_read_and_never_changed(
+        self, storage: Storage, location: str, follow_links: bool
+    ) -> None:
+        below = storage.open(f"{location}/a/b")
+        below.prepare()
+        below.put("file", b"0123")
+        below.put("another", b"")
+        directory = storage.open(location, follow_links=follow_links)
+        assert directory.names_below("a/b") == ["a/b/another", "a/b/file"]
+        assert directory.names_below("a/c") == []
+        assert directory.exists("a/b/file") and not directory.exists("a/b/none")
+        assert directory.read("a/b/file", 1, 2) == b"12" and directory.size("a/b/file") == 4
+        with directory.open("a/b/file") as source:
+            assert (source.name, source.size) == ("a/b/file", 4)
+        for action in (lambda: directory.read("a/c/file"), lambda: directory.open("x/file")):
+            with pytest.raises(MissingFileError):
+                action()
+        self._refuses_to_change(directory, "a/b/file")
+        assert below.read("file") == b"0123"
 
     def test_folders(self, storage: Storage, location: str) -> None:
         assert storage.folders(location) == []

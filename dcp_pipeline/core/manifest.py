@@ -29,7 +29,7 @@ from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.path import Path, check_paths, decode_path, encode_path
 from dcp_pipeline.core.table import MAX_DIMENSIONS, ChunkTable, KeySpec, Kind
 
-__all__ = ["FileEntry", "Manifest", "MetadataEntry", "SumsEntry", "safe_name"]
+__all__ = ["FileEntry", "Manifest", "MetadataEntry", "SumsEntry", "safe_name", "safe_relative_name"]
 
 FORMAT: Final = "dcp_pipeline.checkpoint"
 VERSION: Final = (1, 1)
@@ -179,6 +179,25 @@ def safe_name(name: object) -> str:
     return name
 
 
+def safe_relative_name(name: object) -> str:
+    """``name`` if it is a plain file name, or several with ``/`` between them.
+
+    Raises:
+        UnsafeCheckpointError: it is absolute, or a part of it is no plain name.
+    """
+    if not isinstance(name, str) or len(name) > 4096:
+        raise UnsafeCheckpointError(f"not a file name: {str(name)[:80]!r}")
+    for part in name.split("/"):
+        try:
+            safe_name(part)
+        except UnsafeCheckpointError:
+            raise UnsafeCheckpointError(
+                f"the checkpoint names the file {name[:300]!r}, which is no path inside its"
+                " directory"
+            ) from None
+    return name
+
+
 def _plain(entry: MetadataEntry) -> dict[str, object]:
     return {"size": entry.size, "digest": entry.digest}
 
@@ -238,15 +257,18 @@ def _decode(members: dict[str, Any]) -> Manifest:
     ):
         raise FormatError(f"digests of kind {algorithm!r} over {block_bytes} bytes")
     metadata = members.get("metadata")
+    save_id = _save_id(members["save_id"])
+    # Our own saves make no folders; other people's repositories have them.
+    file_name = safe_name if save_id else safe_relative_name
     manifest = Manifest(
-        save_id=_save_id(members["save_id"]),
+        save_id=save_id,
         created=float(members["created"]),
         world_size=int(members["world_size"]),
         serialization=str(members["serialization"]),
         layout=str(members["layout"]),
         names=names,
         table=table,
-        files=tuple(FileEntry(safe_name(name), _size(size)) for name, size in members["files"]),
+        files=tuple(FileEntry(file_name(name), _size(size)) for name, size in members["files"]),
         sums=tuple(
             SumsEntry(safe_name(name), _size(size), str(digest))
             for name, size, digest in members["sums"]

@@ -70,7 +70,7 @@ class FileSystemReader(StorageReader):
         Args:
             rank: reads that rank's own metadata, as DCP writes it without collectives.
         """
-        directory = self._parts.storage.open(self.path)
+        directory = self._parts.open_to_read(self.path)
         rank = kwargs.get("rank")
         if rank is not None:
             metadata = read_metadata(directory.read(f"__{rank}.metadata"))
@@ -100,7 +100,7 @@ class FileSystemReader(StorageReader):
         """Fill the tensors and values that ``planner`` names."""
         assert self._manifest is not None
         manifest = self._manifest
-        directory = self._parts.storage.open(self.path)
+        directory = self._parts.open_to_read(self.path)
         rows = _Rows(manifest)
         wanted = [rows.find(item.storage_index) for item in plan.items]
         values: dict[int, bytes] = {}

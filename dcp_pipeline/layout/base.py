@@ -18,12 +18,14 @@ class Layout(ABC):
     Attributes:
         kind: its name in the config and in a manifest.
         record: the file whose replacement commits a checkpoint.
+        follows_links: whether files are read through links that lead out of the directory.
         checksum: algorithm of the block digests.
         block_bytes: bytes per block.
     """
 
     kind: ClassVar[str]
     record: ClassVar[str]
+    follows_links: ClassVar[bool] = False
     checksum: str
     block_bytes: int
 

@@ -14,7 +14,7 @@ from dcp_pipeline.planning.base import Planner
 from dcp_pipeline.rules.base import Rule
 from dcp_pipeline.serialization.base import Serialization
 from dcp_pipeline.staging.base import Stager
-from dcp_pipeline.storage.base import Storage
+from dcp_pipeline.storage.base import Directory, Storage
 
 __all__ = ["Parts"]
 
@@ -45,6 +45,12 @@ class Parts:
             storage=config.storage.build(),
             rules=tuple(rule.build() for rule in config.transforms),
         )
+
+    def open_to_read(self, checkpoint_id: str) -> Directory:
+        """The directory of a checkpoint to be loaded, opened as the layout wants it."""
+        if self.layout.follows_links:
+            return self.storage.open(checkpoint_id, follow_links=True)
+        return self.storage.open(checkpoint_id)
 
     def serialization_of(self, kind: str) -> Serialization:
         """What reads a checkpoint of the given kind, which may not be the one that saves write.

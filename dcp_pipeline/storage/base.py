@@ -1,8 +1,9 @@
 """Where bytes go: the interface of a kind of storage.
 
 A :class:`Storage` is configured once and opens a :class:`Directory` per checkpoint. Names within
-a directory are plain file names. What each verb promises is said in its docstring; the contract
-tests in ``dcp_pipeline.testing`` hold every kind to it.
+a directory are plain file names; those that read (``read``, ``open``, ``size``, ``exists``) also
+take files in folders below it, as ``folder/name``. What each verb promises is said in its
+docstring; the contract tests in ``dcp_pipeline.testing`` hold every kind to it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,14 @@ class Directory(ABC):
     @abstractmethod
     def names(self) -> list[str]:
         """The files in it, sorted; empty when there is no such directory."""
+
+    @abstractmethod
+    def names_below(self, folder: str) -> list[str]:
+        """The files in a folder of it, as ``folder/name``, sorted; empty when there is none.
+
+        Raises:
+            UnsafeCheckpointError: the folder leads out of the directory.
+        """
 
     @abstractmethod
     def exists(self, name: str) -> bool:
@@ -183,8 +192,13 @@ class Storage(ABC):
     stale_after: float = 600.0
 
     @abstractmethod
-    def open(self, checkpoint_id: str) -> Directory:
+    def open(self, checkpoint_id: str, follow_links: bool = False) -> Directory:
         """The directory of one checkpoint; nothing is touched yet.
+
+        Args:
+            follow_links: read files through links that lead out of the directory, as those of a
+                Hugging Face cache do. What they lead to still has to be a regular file. Passed
+                only for layouts that want it.
 
         Raises:
             ConfigError: the id is of a scheme that this storage does not serve.

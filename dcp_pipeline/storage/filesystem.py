@@ -18,12 +18,13 @@ from dcp_pipeline.core.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from dcp_pipeline.core.manifest import safe_name
+from dcp_pipeline.core.manifest import safe_name, safe_relative_name
 from dcp_pipeline.storage.base import Directory, Observer, Segments, Source, Storage
 from dcp_pipeline.storage.changes import FileChanges, close_noted, open_noted
 from dcp_pipeline.storage.commit_lock import LOCK, CommitLock
 from dcp_pipeline.storage.file_source import FileSource
 from dcp_pipeline.storage.file_writer import BufferPool, stream_to_file
+from dcp_pipeline.storage.system_errors import system_error
 
 __all__ = ["FileSystemStorage", "local_path"]
 
@@ -84,8 +85,8 @@ class FileSystemStorage(Storage):
         self.changes = changes or FileChanges()
         self.buffers = BufferPool(buffer_bytes)
 
-    def open(self, checkpoint_id: str) -> FileSystemDirectory:
-        return FileSystemDirectory(self, local_path(checkpoint_id))
+    def open(self, checkpoint_id: str, follow_links: bool = False) -> FileSystemDirectory:
+        return FileSystemDirectory(self, local_path(checkpoint_id), follow_links)
 
     def folders(self, location: str) -> list[str]:
         path = local_path(location)
@@ -118,9 +119,10 @@ class FileSystemStorage(Storage):
 class FileSystemDirectory(Directory):
     """One directory; see :class:`Directory` for what each method promises."""
 
-    def __init__(self, storage: FileSystemStorage, path: str) -> None:
+    def __init__(self, storage: FileSystemStorage, path: str, follow_links: bool = False) -> None:
         self.location = path
         self._storage = storage
+        self._follow_links = follow_links
         self._changes = storage.changes
 
     def prepare(self) -> None:
@@ -128,9 +130,16 @@ class FileSystemDirectory(Directory):
             self._changes.make_directories(self.location)
 
     def names(self) -> list[str]:
+        return self._listed(self.location)
+
+    def names_below(self, folder: str) -> list[str]:
+        path = self._inside(f"{folder}/any")
+        return [f"{folder}/{name}" for name in self._listed(os.path.dirname(path))]
+
+    def _listed(self, path: str) -> list[str]:
         try:
-            with self._system_errors(self.location):
-                return sorted(os.listdir(self.location))
+            with self._system_errors(path):
+                return sorted(os.listdir(path))
         except MissingFileError:
             return []
         except StorageError as error:
@@ -139,7 +148,7 @@ class FileSystemDirectory(Directory):
             raise
 
     def exists(self, name: str) -> bool:
-        return os.path.lexists(self._path(name))
+        return os.path.lexists(self._inside(name))
 
     def read(self, name: str, start: int = 0, limit: int | None = None) -> bytes:
         with self._open(name) as source:
@@ -153,18 +162,19 @@ class FileSystemDirectory(Directory):
                 return bytes(data)
             except MemoryError:
                 raise UnsafeCheckpointError(
-                    f"{self._path(name)} has {source.size} bytes, more than there is memory for"
+                    f"{self._inside(name)} has {source.size} bytes, more than there is memory for"
                 ) from None
 
     def size(self, name: str) -> int:
-        with self._system_errors(self._path(name)):
-            return os.stat(self._path(name)).st_size
+        path = self._inside(name)
+        with self._system_errors(path):
+            return os.stat(path).st_size
 
     def open(self, name: str) -> Source:
         return self._open(name)
 
     def _open(self, name: str) -> FileSource:
-        path = self._path(name)
+        path = self._inside(name)
         opened: list[int] = []
         try:
             with self._system_errors(path):
@@ -189,9 +199,16 @@ class FileSystemDirectory(Directory):
             else:
                 raise
 
+    def _inside(self, name: str) -> str:
+        """The path of a file to be read; folders above it must not be links that lead out."""
+        path = os.path.join(self.location, safe_relative_name(name))
+        if "/" in name:
+            self._target_of(os.path.dirname(path))
+        return path
+
     def _target_of(self, path: str) -> str:
         target, root = os.path.realpath(path), os.path.realpath(self.location)
-        if os.path.commonpath([target, root]) != root:
+        if not self._follow_links and os.path.commonpath([target, root]) != root:
             raise UnsafeCheckpointError(
                 f"{path} is a link that leads out of the checkpoint: {target}"
             )
@@ -373,20 +390,7 @@ class FileSystemDirectory(Directory):
         except OSError as error:
             if isinstance(error, StorageError | MissingFileError):
                 raise
-            raise self._storage_error(error, path, wanted) from error
-
-    def _storage_error(self, error: OSError, path: str, wanted: int | None) -> OSError:
-        code = error.errno or errno.EIO
-        if code == errno.ENOENT:
-            return MissingFileError(f"{path} is not there", path)
-        room = ""
-        if wanted is not None:
-            with contextlib.suppress(OSError):
-                status = os.statvfs(self.location)
-                free = status.f_bavail * status.f_frsize
-                room = f" ({wanted} bytes wanted, {free} free in {self.location})"
-        name = errno.errorcode.get(code, str(code))
-        return StorageError(f"{path}: {error.strerror or error} [{name}]{room}", path, code)
+            raise system_error(error, path, self.location, wanted) from error
 
 
 def _stem(name: str) -> str | None:

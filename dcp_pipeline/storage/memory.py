@@ -14,7 +14,7 @@ from dcp_pipeline.core.errors import (
     MissingFileError,
     StorageError,
 )
-from dcp_pipeline.core.manifest import safe_name
+from dcp_pipeline.core.manifest import safe_name, safe_relative_name
 from dcp_pipeline.storage.base import Directory, Observer, Segments, Source, Storage
 
 __all__ = ["MemoryStorage"]
@@ -27,7 +27,7 @@ _LOCK = threading.RLock()
 class MemoryStorage(Storage):
     """Files in memory, under ``memory://`` URIs or any other string."""
 
-    def open(self, checkpoint_id: str) -> MemoryDirectory:
+    def open(self, checkpoint_id: str, follow_links: bool = False) -> MemoryDirectory:
         scheme, separator, _ = checkpoint_id.partition("://")
         if separator and scheme != "memory":
             raise ConfigError(
@@ -65,12 +65,22 @@ class MemoryDirectory(Directory):
         with _LOCK:
             return sorted(self._files)
 
+    def names_below(self, folder: str) -> list[str]:
+        with _LOCK:
+            below = _DIRECTORIES.get(f"{self.location}/{safe_relative_name(folder)}", {})
+            return [f"{folder}/{name}" for name in sorted(below)]
+
     def exists(self, name: str) -> bool:
-        return safe_name(name) in self._files
+        try:
+            self._entry(name)
+        except MissingFileError:
+            return False
+        return True
 
     def _entry(self, name: str) -> tuple[bytes, float]:
+        folder, _, plain = f"{self.location}/{safe_relative_name(name)}".rpartition("/")
         try:
-            return self._files[safe_name(name)]
+            return _DIRECTORIES[folder][plain]
         except KeyError:
             raise MissingFileError(f"{self.location}/{name} is not there", name) from None
 

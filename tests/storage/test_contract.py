@@ -42,6 +42,40 @@ class TestFileSystem(StorageContract):
         with pytest.raises(UnsafeCheckpointError, match="outside"):
             directory.read("outside")
 
+    def test_folders_that_are_links(self, directory: Directory, tmp_path: Path) -> None:
+        (tmp_path / "secret").mkdir()
+        (tmp_path / "secret" / "file").write_bytes(b"secret")
+        os.symlink(tmp_path / "secret", os.path.join(directory.location, "outside"))
+        for action in (directory.read, directory.size, directory.exists):
+            with pytest.raises(UnsafeCheckpointError, match="outside"):
+                action("outside/file")
+        with pytest.raises(UnsafeCheckpointError, match="outside"):
+            directory.names_below("outside")
+
+    def test_links_that_are_to_be_followed(self, storage: Storage, tmp_path: Path) -> None:
+        """As in a cache of Hugging Face: what they lead to has to be a file all the same."""
+        (tmp_path / "blobs").mkdir()
+        (tmp_path / "blobs" / "file").write_bytes(b"blob")
+        folder = tmp_path / "snapshot"
+        folder.mkdir()
+        os.symlink(tmp_path / "blobs" / "file", folder / "absolute")
+        os.symlink("../blobs/file", folder / "relative")
+        os.symlink(tmp_path / "blobs", folder / "below")
+        os.symlink("/dev/zero", folder / "device")
+        os.symlink(tmp_path / "blobs", folder / "folder")
+        os.symlink("loop", folder / "loop")
+        os.mkfifo(tmp_path / "blobs" / "pipe")
+        os.symlink(tmp_path / "blobs" / "pipe", folder / "pipe")
+        directory = storage.open(str(folder), follow_links=True)
+        for name in ("absolute", "relative", "below/file"):
+            assert directory.read(name) == b"blob" and directory.size(name) == 4
+        assert directory.names_below("below") == ["below/file", "below/pipe"]
+        for name in ("device", "folder", "pipe"):
+            with pytest.raises(UnsafeCheckpointError, match="no file"):
+                directory.open(name)
+        with pytest.raises(OSError):
+            directory.open("loop")
+
 
 class TestMemory(StorageContract):
     @pytest.fixture
