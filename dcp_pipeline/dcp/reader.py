@@ -19,7 +19,8 @@ from dcp_pipeline.formats.typed_json import decode
 from dcp_pipeline.layout.dcp_metadata import manifest_of, metadata_of
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.steps.data_files import DataFiles
-from dcp_pipeline.pipelines.steps.read_boxes import Destination, item_reads
+from dcp_pipeline.pipelines.steps.destinations import Destination
+from dcp_pipeline.pipelines.steps.read_boxes import item_reads
 from dcp_pipeline.pipelines.steps.read_items import Located, locate_rows
 from dcp_pipeline.storage.filesystem import local_path
 from dcp_pipeline.storage.reading import Read

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import prod
 
-import numpy as np
 import torch
 
 from dcp_pipeline.core.errors import CorruptCheckpointError, DtypeMismatchError
 from dcp_pipeline.core.table import ChunkTable
+from dcp_pipeline.pipelines.steps.destinations import Destination, Sink, dense_reads
+from dcp_pipeline.pipelines.steps.read_encoded import encoded_reads
 from dcp_pipeline.pipelines.steps.read_items import Located
 from dcp_pipeline.state.targets import TensorTarget
 from dcp_pipeline.storage.reading import Read
 from dcp_pipeline.types.dtypes import DTYPES
-from dcp_pipeline.types.memory import bytes_of, is_plain_memory
 
-__all__ = ["CastCounts", "Destination", "box_reads", "item_reads"]
-
-_SLAB_BYTES = 2 << 20
-_WITHOUT_INFINITY = (
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
+__all__ = ["CastCounts", "box_reads", "item_reads"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Begin and extent per dimension."""
@@ -58,63 +49,19 @@ class CastCounts:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Memory that a box of a stored tensor is read into.
-
-    Attributes:
-        name: the stored key, for errors.
-        dtype: of the stored elements.
-        view: tensor of the box's shape.
-        on_cast: called with the number of elements that did not fit, where ``view`` is of another
-            dtype; ``None`` where it is of the same.
-        keep: called with the name and the memory before that is overwritten.
-    """
-
-    name: str
-    dtype: torch.dtype
-    view: torch.Tensor
-    on_cast: Callable[[int], None] | None = None
-    keep: Callable[[str, torch.Tensor], None] | None = None
-
-    def read_direct(self, offset: int, length: int) -> Read:
-        """A range of a file that goes straight into the memory."""
-        return Read(offset, length, self.name, target=bytes_of(self.view), before=self._before())
-
-    def read_through(self, offset: int, length: int, deliver: Callable[[memoryview], None]) -> Read:
-        """A range of a file that ``deliver`` brings into the memory."""
-        return Read(offset, length, self.name, deliver=deliver, before=self._before())
-
-    def _before(self) -> Callable[[], None] | None:
-        return None if self.keep is None else partial(self.keep, self.name, self.view)
-
-    def narrow(self, dimension: int, start: int, count: int) -> Destination:
-        """A part of it."""
-        return replace(self, view=self.view.narrow(dimension, start, count))
-
-    def fill(self, stored: torch.Tensor) -> None:
-        """Copy elements of the stored dtype into the memory."""
-        with torch.no_grad():
-            if self.on_cast is not None:
-                self.on_cast(_cast_into(self.view, stored))
-            elif self.dtype.itemsize == 1:
-                # Not every one-byte dtype has a copy kernel; their bytes do.
-                self.view.view(torch.uint8).copy_(stored.view(torch.uint8))
-            else:
-                self.view.copy_(stored)
-
-
 def box_reads(
     located: Located,
     rows: range,
     target: TensorTarget,
     casts: CastCounts,
     keep: Callable[[str, torch.Tensor], None] | None = None,
+    counted: TensorTarget | None = None,
 ) -> Iterator[tuple[int, Read]]:
     """``(file, read)`` for everything that the pieces of a target need of the chunks ``rows``.
 
     Args:
         keep: called with the name and the memory before that is overwritten.
+        counted: the target whose casts are counted, where this one is a part of it.
 
     Raises:
         CorruptCheckpointError: the chunks do not cover a piece.
@@ -123,7 +70,7 @@ def box_reads(
     width = len(table.keys[target.key].shape)
     chunks = _chunks(table, rows, width)
     dtype = DTYPES[target.dtype]
-    on_cast = partial(casts.add, target) if target.target_dtype is not None else None
+    on_cast = partial(casts.add, counted or target) if target.target_dtype is not None else None
     keep = None if target.is_fresh else keep
     for piece in target.pieces:
         covered = 0
@@ -183,17 +130,22 @@ def item_reads(
     sizes: tuple[int, ...],
     begin: tuple[int, ...],
     extent: tuple[int, ...],
-    destination: Destination,
+    destination: Sink,
 ) -> Iterator[Read]:
     """Reads for the box ``begin``, ``extent`` within the chunk of one row, of ``sizes``."""
     table = located.table
+    spans = located.encoded.get(row)
+    if spans is not None:
+        name = f"{located.files[table.file[row]]}, {located.names[table.key[row]]}"
+        yield from encoded_reads(spans, sizes, begin, extent, destination, name)
+        return
     base = int(table.offset[row]) + int(table.payload[row])
     stored = located.strided.get(row)
     if stored is None:
-        if extent == sizes and destination.on_cast is None and is_plain_memory(destination.view):
+        if extent == sizes and destination.takes_bytes:
             yield destination.read_direct(base, prod(sizes) * destination.dtype.itemsize)
         else:
-            yield from _dense_reads(base, sizes, begin, extent, destination)
+            yield from dense_reads(base, sizes, begin, extent, destination)
         return
 
     def deliver(data: memoryview) -> None:
@@ -204,101 +156,3 @@ def item_reads(
         destination.fill(tensor)
 
     yield destination.read_through(base, stored.payload_bytes, deliver)
-
-
-def _dense_reads(
-    base: int,
-    sizes: tuple[int, ...],
-    begin: tuple[int, ...],
-    extent: tuple[int, ...],
-    destination: Destination,
-) -> Iterator[Read]:
-    """Reads for a box of a chunk whose elements are stored in row-major order."""
-    dtype, view = destination.dtype, destination.view
-    strides = _strides(sizes)
-    first = sum(a * b for a, b in zip(begin, strides, strict=True))
-    last = first + sum((a - 1) * b for a, b in zip(extent, strides, strict=True))
-    offset = base + first * dtype.itemsize
-    length = (last - first + 1) * dtype.itemsize
-    is_dense = last - first + 1 == prod(extent)
-    if is_dense and destination.on_cast is None and is_plain_memory(view):
-        yield destination.read_direct(offset, length)
-        return
-    dimension = next((d for d, count in enumerate(extent) if count > 1), None)
-    if length <= _SLAB_BYTES or dimension is None:
-        deliver = partial(_deliver, destination, extent, strides)
-        yield destination.read_through(offset, length, deliver)
-        return
-    span = max(1, length // extent[dimension])
-    step = max(1, min(_SLAB_BYTES // span, extent[dimension] - 1))
-    for start in range(0, extent[dimension], step):
-        count = min(step, extent[dimension] - start)
-        yield from _dense_reads(
-            base,
-            sizes,
-            _changed(begin, dimension, begin[dimension] + start),
-            _changed(extent, dimension, count),
-            destination.narrow(dimension, start, count),
-        )
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for extent in reversed(sizes):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
-
-
-def _changed(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position + 1 :])
-
-
-def _deliver(
-    destination: Destination, extent: tuple[int, ...], strides: tuple[int, ...], data: memoryview
-) -> None:
-    """Copy a box out of the bytes that span it."""
-    nbytes = destination.dtype.itemsize
-    raw = np.frombuffer(data, f"V{nbytes}")
-    steps = [stride * nbytes for stride in strides]
-    dense = bytearray(np.lib.stride_tricks.as_strided(raw, extent, steps).tobytes())
-    destination.fill(torch.frombuffer(dense, dtype=destination.dtype).view(extent))
-
-
-def _cast_into(view: torch.Tensor, stored: torch.Tensor) -> int:
-    """Convert ``stored`` into ``view``; how many elements do not fit."""
-    if stored.is_complex() and not view.is_complex():
-        lost = int((torch.view_as_real(stored)[..., 1] != 0).sum())
-        view.copy_(torch.view_as_real(stored)[..., 0])
-        return lost
-    view.copy_(stored)
-    given = view.to(stored.device)
-    if given.dtype in _WITHOUT_INFINITY:
-        return _saturated(stored, given)
-    if given.dtype.is_floating_point or given.is_complex():
-        return int((_finite(stored) & ~_finite(given)).sum())
-    if given.dtype is torch.bool:
-        return int(((stored != 0) & (stored != 1)).sum())
-    if not stored.dtype.is_floating_point:
-        return int((given.to(torch.int64) != stored.to(torch.int64)).sum())
-    limits = torch.iinfo(given.dtype)
-    wide = stored.to(torch.float64)
-    fits = wide.isfinite() & (wide > limits.min - 1.0) & (wide < limits.max + 1.0)
-    return int((~fits).sum())
-
-
-def _saturated(stored: torch.Tensor, given: torch.Tensor) -> int:
-    """Elements that a dtype without infinity has replaced by its largest, or by no number."""
-    wide = stored.to(torch.float64)
-    limit = torch.finfo(given.dtype)
-    outside = (wide.abs() > limit.max) | (given.to(torch.float64).isnan())
-    if given.dtype is torch.float8_e8m0fnu:
-        outside |= wide < 0
-    return int((outside & ~wide.isnan()).sum())
-
-
-def _finite(values: torch.Tensor) -> torch.Tensor:
-    if not (values.dtype.is_floating_point or values.is_complex()):
-        return torch.ones(values.shape, dtype=torch.bool, device="cpu")
-    wide = values if values.is_complex() else values.to(torch.float64)
-    return wide.isfinite()
