@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-__all__ = ["Loop", "Mapped", "Part", "Side", "constant", "joined", "restricted", "whole"]
+__all__ = ["Loop", "Mapped", "Part", "Side", "boxes", "constant", "joined", "restricted", "whole"]
 
 Side = Literal["source", "target"]
 
@@ -135,6 +135,23 @@ def _along(part: Part, side: Side, axis: int, low: int, high: int) -> Iterator[P
         yield part.fixed(outer, in_from, in_to - in_from)
     for index in range(in_to, touch_to):
         yield from _along(part.fixed(outer, index), side, axis, low, high)
+
+
+def boxes(part: Part, side: Side) -> Iterator[Part]:
+    """A part as parts that are each a box on one side, with at most one loop along an axis."""
+    for axis in range(len(part.first(side))):
+        along = [loop for loop in part.loops if loop.axis(side) == axis]
+        dense = max((loop for loop in along if loop.step(side) == 1), default=None, key=_extent)
+        loop = next((loop for loop in along if loop is not dense), None)
+        if loop is not None:
+            for index in range(loop.extent):
+                yield from boxes(part.fixed(loop, index), side)
+            return
+    yield part
+
+
+def _extent(loop: Loop) -> int:
+    return loop.extent
 
 
 @dataclass(frozen=True, slots=True)

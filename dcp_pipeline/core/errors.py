@@ -9,13 +9,15 @@ The tree (a built-in in brackets is a second base, so that the obvious ``except`
     │   ├── UnsupportedLeafError [TypeError]     values that no checkpoint can hold
     │   ├── ShapeConflictError                   ranks disagree about a tensor's shape or dtype
     │   ├── ReplicaMismatchError                 replicas of one tensor differ in value
-    │   └── TilingError                          chunks leave a gap, overlap or lie out of bounds
+    │   ├── TilingError                          chunks leave a gap, overlap or lie out of bounds
+    │   └── RuleError                            keys that the rules forget, lack or make twice
     ├── LoadMismatchError [ValueError]       the template and the checkpoint do not fit
     │   ├── MissingKeyError [KeyError]
     │   ├── UnexpectedKeyError [KeyError]
     │   ├── ShapeMismatchError
     │   ├── DtypeMismatchError [TypeError]
-    │   └── WorldSizeMismatchError [StateError]  values of single ranks, saved by more or fewer
+    │   ├── WorldSizeMismatchError [StateError]  values of single ranks, saved by more or fewer
+    │   └── RulesMismatchError [StateError]      rules that do not fit the checkpoint's keys
     ├── CheckpointNotFoundError [FileNotFoundError]
     │   └── IncompleteCheckpointError            data is there, but nothing was ever committed
     ├── CheckpointExistsError [FileExistsError]
@@ -71,6 +73,8 @@ __all__ = [
     "RemoteError",
     "ReplicaMismatchError",
     "RollbackFailedError",
+    "RuleError",
+    "RulesMismatchError",
     "ShapeConflictError",
     "ShapeMismatchError",
     "StateError",
@@ -142,6 +146,27 @@ class TilingError(StateError):
     """The chunks of a tensor leave a gap, overlap, or lie out of its bounds."""
 
 
+class RuleError(StateError):
+    """Rules that do not fit the keys they meet: all that is wrong, in one error.
+
+    Attributes:
+        problems: one line each.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = list(problems)
+
+    @classmethod
+    def of(cls, problems: Sequence[str], where: str) -> RuleError:
+        """The error for some problems."""
+        shown = "\n  ".join(problems[:100])
+        more = f"\n  and {len(problems) - 100} more" * (len(problems) > 100)
+        return cls(
+            f"the rules do not fit {where} in {len(problems)} places:\n  {shown}{more}", problems
+        )
+
+
 class LoadMismatchError(CheckpointError, ValueError):
     """The template handed to ``load`` does not fit the checkpoint.
 
@@ -188,6 +213,10 @@ class DtypeMismatchError(LoadMismatchError, TypeError):
 
 class WorldSizeMismatchError(LoadMismatchError, StateError):
     """Values of single ranks that another number of ranks has saved, with no rule for that."""
+
+
+class RulesMismatchError(LoadMismatchError, StateError):
+    """Rules forget, lack or make twice some keys of the checkpoint that is loaded."""
 
 
 class _SystemError(CheckpointError, OSError):

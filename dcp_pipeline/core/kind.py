@@ -58,7 +58,11 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 class FrozenModel(BaseModel):
     """A model that takes no unknown key, converts no value, and never changes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    # A field may have another name in YAML, where that is a word of Python: `from`.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_by_name=True, validate_by_alias=True,
+        serialize_by_alias=True,
+    )  # fmt: skip
 
 
 class KindConfig(FrozenModel):

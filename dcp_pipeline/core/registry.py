@@ -65,8 +65,21 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "manager": {"default": "dcp_pipeline.manager.config:ManagerConfig"},
     TRANSFORM: {
         "cast": "dcp_pipeline.rules.config:CastConfig",
+        "constant": "dcp_pipeline.rules.config:ConstantConfig",
+        "drop": "dcp_pipeline.rules.config:DropConfig",
         "exclude": "dcp_pipeline.rules.config:ExcludeConfig",
+        "fuse": "dcp_pipeline.rules.shape_config:FuseConfig",
         "include": "dcp_pipeline.rules.config:IncludeConfig",
+        "keep": "dcp_pipeline.rules.config:KeepConfig",
+        "pad": "dcp_pipeline.rules.shape_config:PadConfig",
+        "rename": "dcp_pipeline.rules.config:RenameConfig",
+        "resize": "dcp_pipeline.rules.shape_config:ResizeConfig",
+        "rotary": "dcp_pipeline.rules.shape_config:RotaryConfig",
+        "split": "dcp_pipeline.rules.shape_config:SplitConfig",
+        "stack": "dcp_pipeline.rules.shape_config:StackConfig",
+        "tie": "dcp_pipeline.rules.config:TieConfig",
+        "transpose": "dcp_pipeline.rules.shape_config:TransposeConfig",
+        "unstack": "dcp_pipeline.rules.shape_config:UnstackConfig",
     },
 }
 

@@ -17,6 +17,7 @@ from dcp_pipeline.core.path import Path, dotted, is_prefix
 from dcp_pipeline.core.table import Kind
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.report import CastRecord
+from dcp_pipeline.pipelines.steps.mapped_view import MappedView
 from dcp_pipeline.state.flatten import Expanded, FlatState, Undo, assign
 from dcp_pipeline.state.placing import copied
 from dcp_pipeline.state.rng import RngState
@@ -159,6 +160,7 @@ class LoadJob:
         rollback: what has been changed so far.
         template: the caller's state, once taken apart.
         manifest: once opened.
+        view: the checkpoint behind the rules, where there are any.
         bytes_read, is_verified, casts: what the read did, for the report.
     """
 
@@ -168,9 +170,14 @@ class LoadJob:
     rollback: Rollback
     template: FlatState | None = None
     manifest: Manifest | None = None
+    view: MappedView | None = None
     bytes_read: int = 0
     is_verified: bool = True
     casts: list[CastRecord] = field(default_factory=list)
+
+    def keys_of(self, manifest: Manifest) -> Manifest:
+        """What names the keys that a template is matched with."""
+        return manifest if self.view is None else self.view.manifest
 
     def check_peers(self) -> None:
         """Raise if another rank has failed meanwhile."""

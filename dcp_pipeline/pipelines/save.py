@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.pipelines.parts import Parts
-from dcp_pipeline.pipelines.steps import collect, save_agree, save_commit, save_plan, save_write
+from dcp_pipeline.pipelines.steps import (
+    collect,
+    map_entries,
+    save_agree,
+    save_commit,
+    save_plan,
+    save_write,
+)
 
 __all__ = ["save_graph"]
 
@@ -37,8 +44,8 @@ def save_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
         ],
         inputs=("state", "job"),
     )  # fmt: skip
-    for position, rule in enumerate(parts.rules):
-        if rule.acts_on_save:
-            node = Node(f"{rule.kind} {position}", rule.on_save, ("entries",), ("entries",))
-            graph = graph.through("entries", node)
+    if parts.rules:
+        # Names, shapes and dtypes as the checkpoint is to have them; views, nothing is copied.
+        mapping = Node("map", map_entries.map_entries, ("entries", "job"), ("entries",))
+        graph = graph.through("entries", mapping)
     return graph.adding(*extra)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from dcp_pipeline.types.entries import Entries
+from dcp_pipeline.rules.keys import Keys
 
-__all__ = ["Rule", "matches"]
+__all__ = ["KeyRule", "Rule", "matches"]
 
 
 def matches(key: str, globs: Sequence[str]) -> bool:
@@ -23,16 +23,36 @@ def matches(key: str, globs: Sequence[str]) -> bool:
 
 
 class Rule(ABC):
-    """A kind of rule. A rule says what it does to a save, what to a load, or both."""
+    """A kind of rule.
+
+    Forward leads from the caller's state to the checkpoint, as a save goes; backward from the
+    checkpoint to the state. A rule works on names and :class:`~dcp_pipeline.core.affine.Mapped`
+    tensors alone; no element is touched. What it cannot do it adds to ``keys.problems``.
+    """
 
     kind: str
-    acts_on_save: bool = False
-    acts_on_load: bool = False
 
-    def on_save(self, entries: Entries) -> Entries:
-        """The entries that go on to be saved."""
-        return entries
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return self.kind
+
+    @abstractmethod
+    def forward(self, keys: Keys) -> None:
+        """Change the keys on their way to the checkpoint."""
+
+    @abstractmethod
+    def backward(self, keys: Keys) -> None:
+        """Change the keys on their way to the state."""
 
     def wants(self, key: str) -> bool:
-        """Whether a load should touch a dotted key at all."""
+        """Whether a load should touch a key of the state at all."""
         return True
+
+
+class KeyRule(Rule):
+    """A rule that says what a key of one side is on the other.
+
+    Where there is one, every key has to be taken by such a rule: one that all of them forget is an
+    error.
+    """

@@ -5,46 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dcp_pipeline.core.path import dotted
 from dcp_pipeline.rules.base import Rule, matches
-from dcp_pipeline.types.dtypes import DTYPES
-from dcp_pipeline.types.entries import Entries, Entry
+from dcp_pipeline.rules.keys import Keys
 
 __all__ = ["CastRule"]
 
 
 class CastRule(Rule):
-    """Converts the tensors that any of the globs matches before they are staged.
+    """Converts the tensors that any of the globs matches on their way to the checkpoint.
 
     Args:
-        keys: globs on dotted keys.
+        keys: globs on dotted keys, as they are called at this place of the rules.
         dtype: name of the dtype to store; rounding and overflow are PyTorch's.
+        back: name of the dtype on the way back; ``None`` for the stored one.
     """
 
     kind = "cast"
-    acts_on_save = True
 
-    def __init__(self, keys: Sequence[str], dtype: str) -> None:
+    def __init__(self, keys: Sequence[str], dtype: str, back: str | None = None) -> None:
         self._keys = tuple(keys)
         self._dtype = dtype
+        self._back = back
 
-    def on_save(self, entries: Entries) -> Entries:
-        is_cast = [self._changes(entry) for entry in entries]
-        return Entries(
-            self._converted(entry, changes, entry.alias >= 0 and is_cast[entry.alias])
-            for entry, changes in zip(entries, is_cast, strict=True)
-        )
+    def forward(self, keys: Keys) -> None:
+        self._cast(keys, self._dtype)
 
-    def _changes(self, entry: Entry) -> bool:
-        if entry.dtype in (None, self._dtype):
-            return False
-        return matches(dotted(entry.path), self._keys)
+    def backward(self, keys: Keys) -> None:
+        if self._back is not None:
+            self._cast(keys, self._back)
 
-    def _converted(self, entry: Entry, changes: bool, changes_shared: bool) -> Entry:
-        # Memory is shared as long as both sides of a tie are converted, or neither.
-        alias = entry.alias if changes == changes_shared else -1
-        if not changes:
-            return replace(entry, alias=alias) if alias != entry.alias else entry
-        target = DTYPES[self._dtype]
-        pieces = tuple(replace(piece, data=piece.data.to(target)) for piece in entry.pieces)
-        return replace(entry, dtype=self._dtype, pieces=pieces, alias=alias)
+    def _cast(self, keys: Keys, dtype: str) -> None:
+        for name in keys.names():
+            tensor = keys[name]
+            if tensor is not None and tensor.dtype != dtype and matches(name, self._keys):
+                keys.change(name, replace(tensor, dtype=dtype))

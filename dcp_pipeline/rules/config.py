@@ -5,31 +5,35 @@ A rule's ``keys`` are globs on dotted keys, as `fnmatch` reads them: ``optimizer
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from dcp_pipeline.core.dtypes import ITEM_SIZES
-from dcp_pipeline.core.kind import FrozenModel, KindConfig, Names
+from dcp_pipeline.core.kind import FrozenModel, KindConfig
+from dcp_pipeline.rules.fields import Dtype, Globs, Integers, KeyPattern, Number, same_places
 
 if TYPE_CHECKING:
     from typing import Self
 
     from dcp_pipeline.rules.cast import CastRule
+    from dcp_pipeline.rules.constant import ConstantRule
+    from dcp_pipeline.rules.drop import DropRule, KeepRule
     from dcp_pipeline.rules.exclude import ExcludeRule
     from dcp_pipeline.rules.include import IncludeRule
+    from dcp_pipeline.rules.rename import RenameRule
+    from dcp_pipeline.rules.tie import TieRule
 
-__all__ = ["CastConfig", "DeclaredCast", "ExcludeConfig", "IncludeConfig"]
-
-
-def _dtype(name: str) -> str:
-    if name not in ITEM_SIZES:
-        raise ValueError(f"allowed: {', '.join(ITEM_SIZES)}")
-    return name
-
-
-Dtype = Annotated[str, AfterValidator(_dtype)]
-Globs = Annotated[Names, Field(min_length=1)]
+__all__ = [
+    "CastConfig",
+    "ConstantConfig",
+    "DeclaredCast",
+    "DropConfig",
+    "ExcludeConfig",
+    "IncludeConfig",
+    "KeepConfig",
+    "RenameConfig",
+    "TieConfig",
+]
 
 
 class ExcludeConfig(KindConfig):
@@ -63,18 +67,99 @@ class IncludeConfig(KindConfig):
 class CastConfig(KindConfig):
     """Saves the tensors that any of the globs matches in another dtype.
 
-    What a load may convert is declared by the config's ``casts``.
+    ``back`` is the dtype that they have again on the way back; without it they keep the stored one,
+    and what a load may convert is declared by the config's ``casts``.
     """
 
     kind: Literal["cast"] = "cast"
     keys: Globs
     dtype: Dtype
+    back: Dtype | None = None
 
     def build(self) -> CastRule:
         """Make the rule."""
         from dcp_pipeline.rules.cast import CastRule
 
-        return CastRule(keys=self.keys, dtype=self.dtype)
+        return CastRule(keys=self.keys, dtype=self.dtype, back=self.back)
+
+
+class RenameConfig(KindConfig):
+    """Renames keys by pattern: ``layers.{i}.wq.weight: model.layers.{i}.q_proj.weight``."""
+
+    kind: Literal["rename"] = "rename"
+    keys: dict[KeyPattern, KeyPattern] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _is_invertible(self) -> Self:
+        for here, there in self.keys.items():
+            same_places([here], there)
+        if len(set(self.keys.values())) != len(self.keys):
+            raise ValueError("two patterns are renamed to one, and nothing would lead back")
+        return self
+
+    def build(self) -> RenameRule:
+        """Make the rule."""
+        from dcp_pipeline.rules.rename import RenameRule
+
+        return RenameRule(keys=self.keys)
+
+
+class DropConfig(KindConfig):
+    """Takes out what any of the globs matches, whichever way the keys go."""
+
+    kind: Literal["drop"] = "drop"
+    keys: Globs
+
+    def build(self) -> DropRule:
+        """Make the rule."""
+        from dcp_pipeline.rules.drop import DropRule
+
+        return DropRule(keys=self.keys)
+
+
+class KeepConfig(KindConfig):
+    """Lets what any of the globs matches pass as it is."""
+
+    kind: Literal["keep"] = "keep"
+    keys: Globs
+
+    def build(self) -> KeepRule:
+        """Make the rule."""
+        from dcp_pipeline.rules.drop import KeepRule
+
+        return KeepRule(keys=self.keys)
+
+
+class TieConfig(KindConfig):
+    """``key`` is ``to`` by another name: the checkpoint holds it once, or with ``write`` twice."""
+
+    kind: Literal["tie"] = "tie"
+    key: str = Field(min_length=1)
+    to: str = Field(min_length=1)
+    write: bool = False
+
+    def build(self) -> TieRule:
+        """Make the rule."""
+        from dcp_pipeline.rules.tie import TieRule
+
+        return TieRule(self.key, self.to, self.write)
+
+
+class ConstantConfig(KindConfig):
+    """A tensor of one value that only the checkpoint has, or only the state."""
+
+    kind: Literal["constant"] = "constant"
+    key: str = Field(min_length=1)
+    shape: Integers = ()
+    dtype: Dtype = "float32"
+    value: Number
+    side: Literal["checkpoint", "state"] = "checkpoint"
+
+    def build(self) -> ConstantRule:
+        """Make the rule."""
+        from dcp_pipeline.rules.constant import ConstantRule
+
+        return ConstantRule(self.key, self.shape, self.dtype, self.value, self.side)
 
 
 class DeclaredCast(FrozenModel):

@@ -13,5 +13,5 @@ class IncludeRule(ExcludeRule):
 
     kind = "include"
 
-    def wants(self, key: str) -> bool:
-        return matches(key, self._keys)
+    def _is_out(self, key: str) -> bool:
+        return not matches(key, self._keys)

@@ -63,6 +63,7 @@ class Match:
         notes: more to say about a missing key.
         resized: values of this rank alone that another number of ranks has saved.
         unwritable: tensors of the template that several elements share memory in.
+        problems: where the rules do not fit the checkpoint.
     """
 
     tensors: list[TensorTarget] = field(default_factory=list)
@@ -73,6 +74,7 @@ class Match:
     notes: dict[str, str] = field(default_factory=dict)
     resized: list[Resized] = field(default_factory=list)
     unwritable: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     shapes: list[tuple[str, object, object]] = field(default_factory=list)
     dtypes: list[tuple[str, object, object]] = field(default_factory=list)
 

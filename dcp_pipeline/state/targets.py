@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from dcp_pipeline.core.affine import Mapped
 from dcp_pipeline.core.path import Path
 from dcp_pipeline.core.table import KeySpec, Kind
 from dcp_pipeline.types.dtypes import DTYPES
@@ -31,6 +32,7 @@ class TensorTarget:
         value: makes what is put there.
         target_dtype: name of the element type of ``pieces``, where a cast is declared.
         fails_on_overflow: whether a value that does not fit the target dtype is an error.
+        mapped: how rules make it of stored tensors; ``None`` for a stored one as it is.
     """
 
     name: str
@@ -41,6 +43,7 @@ class TensorTarget:
     value: Callable[[], Any] | None = None
     target_dtype: str | None = None
     fails_on_overflow: bool = False
+    mapped: Mapped | None = None
 
     @property
     def is_fresh(self) -> bool:

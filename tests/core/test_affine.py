@@ -121,10 +121,7 @@ def test_a_box_of_the_source(
     high = [data.draw(st.integers(a + 1, n)) for a, n in zip(low, shape, strict=True)]
     box = (low, [b - a for a, b in zip(low, high, strict=True)])
     parts = tuple(
-        p
-        for part in mapped.parts
-        if part.source == "a"
-        for p in restricted(part, "source", box)
+        p for part in mapped.parts if part.source == "a" for p in restricted(part, "source", box)
     )
     found = made(Mapped("int64", mapped.shape, parts), sources)
     inside = {int(v) for v in sources["a"][tuple(map(slice, low, high))].flat}

@@ -13,6 +13,7 @@ from dcp_pipeline.core.errors import (
     DtypeMismatchError,
     LoadMismatchError,
     MissingKeyError,
+    RulesMismatchError,
     ShapeMismatchError,
     UnexpectedKeyError,
     WorldSizeMismatchError,
@@ -83,9 +84,10 @@ def agree(
     if failure is not None or match is None or template is None or manifest is None:
         message = failure or RuntimeError("there is no plan")
     else:
-        used = np.zeros(len(manifest.names), bool)
+        used = np.zeros(len(job.keys_of(manifest).names), bool)
         used[list(match.used)] = True
         header = {
+            "problems": match.problems,
             "missing": match.missing,
             "shapes": match.shapes,
             "dtypes": match.dtypes,
@@ -123,8 +125,8 @@ def _triple(entry: list[object]) -> Triple:
 
 def _compare(messages: list[bytes], job: LoadJob) -> list[bytes]:
     """On the coordinator: the differences of all ranks together."""
-    manifest = job.manifest
-    assert manifest is not None
+    assert job.manifest is not None
+    manifest = job.keys_of(job.manifest)
     unframed = [unframe(message) for message in messages]
     headers = [header for header, _ in unframed]
     used = np.zeros(len(manifest.names), bool)
@@ -149,7 +151,7 @@ def _compare(messages: list[bytes], job: LoadJob) -> list[bytes]:
         [_triple(entry) for entry in resized],
     )
     notes = {name: note for header in headers for name, note in header["notes"].items()}
-    _raise_if_strict(differences, rules, notes, job)
+    _raise_if_strict(differences, rules, notes, _union(headers, "problems"), job)
     _warn_of_resizing(rules, differences, job)
     answer = frame(vars(differences))
     return [answer] * len(messages)
@@ -206,7 +208,11 @@ def _union(headers: list[dict[str, Any]], member: str) -> list[Any]:
 
 
 def _raise_if_strict(
-    found: Differences, rules: dict[str, str], notes: dict[str, str], job: LoadJob
+    found: Differences,
+    rules: dict[str, str],
+    notes: dict[str, str],
+    problems: list[str],
+    job: LoadJob,
 ) -> None:
     is_strict = job.parts.config.is_strict
     missing = [name for name in found.missing if is_strict(name)]
@@ -215,12 +221,13 @@ def _raise_if_strict(
     dtypes = [entry for entry in found.dtypes if is_strict(entry[0])]
     resized = [e for e in found.resized if rules[e[0]] == "error" and is_strict(e[0])]
     kinds: dict[type[LoadMismatchError], list[str]] = {
+        RulesMismatchError: [f"rules: {problem}" for problem in problems],
         MissingKeyError: [
             f"missing from the checkpoint: {name}" + (f" ({notes[name]})" if name in notes else "")
             for name in missing
         ],
         UnexpectedKeyError: [
-            f"in the checkpoint but not asked for: {name}{_hint(name)}" for name in unexpected
+            f"in the checkpoint but not asked for: {name}{_hint(name, job)}" for name in unexpected
         ],
         ShapeMismatchError: [
             f"shape of {name}: {stored} in the checkpoint, {wanted} wanted"
@@ -254,6 +261,8 @@ def _raise_if_strict(
     )
 
 
-def _hint(name: str) -> str:
+def _hint(name: str, job: LoadJob) -> str:
+    if job.view is not None and name in job.view.outcome.untouched:
+        return " (no rule takes it)"
     is_local = any(parse_rank_key(part) for part in name.split("."))
     return " (a value of one rank: the state has no RankLocal there)" if is_local else ""

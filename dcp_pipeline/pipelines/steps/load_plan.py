@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import dotted
 from dcp_pipeline.pipelines.load_job import LoadJob
 from dcp_pipeline.pipelines.steps.collect import taken_apart
-from dcp_pipeline.rules.base import matches
+from dcp_pipeline.pipelines.steps.mapped_view import mapped_view
+from dcp_pipeline.rules.base import KeyRule, matches
 from dcp_pipeline.state.fitting import Stored
 from dcp_pipeline.state.flatten import FlatState
 from dcp_pipeline.state.match import Match, match
@@ -25,8 +27,10 @@ def collect_template(state: Any, job: LoadJob) -> FlatState:
 
 
 def is_wanted(key: str, job: LoadJob) -> bool:
-    """Whether no rule keeps a dotted key out of the load."""
-    return all(rule.wants(key) for rule in job.parts.rules if rule.acts_on_load)
+    """Whether no rule keeps a dotted key of the state out of the load."""
+    # Behind a rule that renames, keys are called as in the checkpoint.
+    own = takewhile(lambda rule: not isinstance(rule, KeyRule), job.parts.rules)
+    return all(rule.wants(key) for rule in own)
 
 
 def plan(template: FlatState, manifest: Manifest, job: LoadJob) -> Match:
@@ -45,8 +49,15 @@ def plan(template: FlatState, manifest: Manifest, job: LoadJob) -> Match:
     def wants(key: str) -> bool:
         return is_wanted(key, job)
 
+    if job.parts.rules:
+        job.view = mapped_view(manifest, job.parts.rules)
+        manifest = job.view.manifest
     check_schedulers(template, wants, lambda path: bool(Stored.below(path, manifest).keys))
     for path, state in template.fitting:
         fit = state.fit(Stored.below(path, manifest))
         template.fit(path, fit.of(lambda below: wants(dotted((*path, *below)))))  # noqa: B023
-    return match(template, manifest, find_cast, wants)
+    found = match(template, manifest, find_cast, wants)
+    if job.view is not None:
+        found.problems += job.view.outcome.problems
+        job.view.resolve(found)
+    return found

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dcp_pipeline.core.errors import CorruptCheckpointError
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path
@@ -44,6 +46,7 @@ def read(match: Match, plan: ReadPlan, manifest: Manifest, job: LoadJob) -> Fetc
         nbytes = shared.run(files) + files.run(apart)
         job.is_verified = files.is_verified
     job.bytes_read += nbytes
+    _fill(plan, job)
     for overflow in plan.casts.overflows(match.tensors):
         raise overflow
     job.casts = [
@@ -54,6 +57,16 @@ def read(match: Match, plan: ReadPlan, manifest: Manifest, job: LoadJob) -> Fetc
     return Fetched(_assignments(match, plan.values, manifest, job), _loaded(match), nbytes)
 
 
+def _fill(plan: ReadPlan, job: LoadJob) -> None:
+    for constant in plan.constants:
+        if job.rollback.keeper is not None and not constant.is_fresh:
+            job.rollback.keeper(constant.name, constant.view)
+        with torch.no_grad():
+            # By way of a dtype that holds it; not every one can be filled.
+            value = torch.tensor(constant.value, dtype=torch.float64, device="cpu")
+            constant.view.copy_(value.to(constant.view.dtype).expand(constant.view.shape))
+
+
 def verify(plan: ReadPlan, manifest: Manifest, job: LoadJob) -> Fetched:
     """Read and check everything that ``read`` is going to read, and keep none of it."""
     apart, shared = _shared(plan, manifest, job)
@@ -61,6 +74,13 @@ def verify(plan: ReadPlan, manifest: Manifest, job: LoadJob) -> Fetched:
     for part in (apart, shared.own()):
         for file, listed in part.items():
             reads.setdefault(file, []).extend(_blind(listed))
+    # What has checksums of its own is verified as a whole, by every rank that needs it.
+    for file, listed in plan.reads.items():
+        reads.setdefault(file, []).extend(
+            Read(one.offset, one.length, one.key, deliver=one.check, has_checksum=one.has_checksum)
+            for one in listed
+            if one.check is not None
+        )
     with open_files(manifest, job) as files:
         nbytes = files.run(reads)
     job.bytes_read += nbytes
@@ -78,6 +98,8 @@ def _shared(
 
 def _blind(reads: Sequence[Read]) -> Iterator[Read]:
     for whole in reads:
+        if whole.check is not None:
+            continue
         for begin in range(0, whole.length, _VERIFY_STEP):
             yield Read(whole.offset + begin, min(_VERIFY_STEP, whole.length - begin), whole.key)
 

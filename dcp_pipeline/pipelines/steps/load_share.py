@@ -17,6 +17,7 @@ from dcp_pipeline.pipelines.steps.load_again import raise_if_replaced
 from dcp_pipeline.pipelines.steps.load_agree import Differences
 from dcp_pipeline.pipelines.steps.read_boxes import CastCounts, box_reads
 from dcp_pipeline.pipelines.steps.read_items import locate_items
+from dcp_pipeline.pipelines.steps.read_mapped import Constant, mapped_reads
 from dcp_pipeline.state.match import Match
 from dcp_pipeline.storage.reading import Read
 from dcp_pipeline.types.exceptions import CheckpointException
@@ -59,12 +60,14 @@ class ReadPlan:
         segments: what is read by one rank and passed on, the same list on every rank.
         values: filled with the stored bytes of values by the reads.
         casts: filled with what did not fit by the reads.
+        constants: what is filled in once all is read.
     """
 
     reads: dict[int, list[Read]]
     segments: list[Segment]
     values: dict[int, bytes] = field(default_factory=dict)
     casts: CastCounts = field(default_factory=CastCounts)
+    constants: list[Constant] = field(default_factory=list)
 
 
 def open_files(manifest: Manifest, job: LoadJob) -> DataFiles:
@@ -122,7 +125,13 @@ def _all_reads(
     located = locate_items(manifest, match, files.source)
     table = located.table
     starts = np.searchsorted(table.key, np.arange(len(table.keys) + 1))
+    numbers = dict(zip(manifest.names, range(len(manifest.names)), strict=True))
     for target in match.tensors:
+        if target.mapped is not None:
+            yield from mapped_reads(
+                located, starts, numbers, target, plan.casts, plan.constants, keep
+            )
+            continue
         rows = range(int(starts[target.key]), int(starts[target.key + 1]))
         yield from box_reads(located, rows, target, plan.casts, keep)
     for key in {target.key for target in match.values}:
