@@ -109,6 +109,43 @@ class StorageContract:
             assert again.read("b", *arguments) == wanted, arguments
         assert again.read("a") == b""
 
+    @pytest.mark.parametrize("step", [1000, 300_001])
+    def test_ranges_of_one_file(self, directory: Directory, step: int) -> None:
+        data = random.Random(7).randbytes(1_000_003)
+        places = list(range(0, len(data), step))
+        random.Random(8).shuffle(places)
+        with directory.open_ranges("a", len(data)) as one, directory.open_ranges(
+            "a", len(data)
+        ) as other:  # fmt: skip
+            for number, place in enumerate(places):
+                part = memoryview(data)[place : place + step]
+                (one, other)[number % 2].write(place, part)
+        assert directory.read("a") == data
+        with directory.open_ranges("b", 3) as longer:
+            longer.write(2, memoryview(b"xyz"))
+        assert directory.read("b") == b"\0\0xyz"
+
+    def test_files_get_their_final_names(self, directory: Directory) -> None:
+        directory.put("old", b"old")
+        directory.put("gone", b"gone")
+        directory.put("a.part", b"a")
+        directory.put("b.part", b"b")
+        seen = {name: directory.token(name) for name in ("old", "index")}
+        assert seen["index"] is None and seen["old"] == directory.token("old")
+        files = [("a.part", "a"), ("b.part", "old")]
+        directory.adopt(files, ("index", b"1"), ["gone"], seen)
+        assert directory.names() == ["a", "index", "old"]
+        assert [directory.read(name) for name in ("a", "index", "old")] == [b"a", b"1", b"b"]
+        assert directory.token("old") != seen["old"]
+        directory.put("c.part", b"c")
+        for changed in ({"old": seen["old"]}, {"index": None}, {"nothing": "x"}):
+            with pytest.raises(ConcurrentSaveError):
+                directory.adopt([("c.part", "c")], ("index", b"2"), [], changed)
+        assert directory.names() == ["a", "c.part", "index", "old"]
+        assert directory.read("index") == b"1"
+        directory.adopt([("c.part", "c")], None, [], {"index": directory.token("index")})
+        assert directory.read("c") == b"c"
+
     def test_a_name_is_taken_once(self, directory: Directory) -> None:
         directory.put("a", b"1")
         with pytest.raises(OSError) as caught:

@@ -9,11 +9,11 @@ docstring; the contract tests in ``dcp_pipeline.testing`` hold every kind to it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Directory", "Observer", "Segments", "Source", "Storage"]
+__all__ = ["Directory", "Observer", "RangeWriter", "Segments", "Source", "Storage"]
 
 Segments = Iterable[memoryview]
 """The bytes of a file in order, as contiguous views; each is valid until the next is asked for."""
@@ -56,6 +56,36 @@ class Source(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class RangeWriter(ABC):
+    """A file that is written range by range, by several threads and several ranks at once."""
+
+    @abstractmethod
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write bytes at an offset; what is never written holds zeros."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make durable what this one has written, and give the file back; once is enough."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Give the file back as it is."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.give_up()
 
 
 class Directory(ABC):
@@ -126,6 +156,17 @@ class Directory(ABC):
         """
 
     @abstractmethod
+    def open_ranges(self, name: str, size: int) -> RangeWriter:
+        """Open a file of ``size`` bytes to write ranges of it; made where it is not there.
+
+        Ranks that write one file each open it so, with one size, in any order. Room is reserved
+        first, so that a full disk fails before anything is written.
+
+        Raises:
+            StorageError: the system's own error.
+        """
+
+    @abstractmethod
     def put(self, name: str, data: bytes) -> None:
         """Write a small new file and make it durable."""
 
@@ -169,6 +210,32 @@ class Directory(ABC):
         Raises:
             ConcurrentSaveError: the file holds something else by now, or another save commits at
                 this moment. Nothing was changed.
+        """
+
+    @abstractmethod
+    def token(self, name: str) -> str | None:
+        """Text that changes when a file is replaced; ``None`` where there is none."""
+
+    @abstractmethod
+    def adopt(
+        self,
+        files: Sequence[tuple[str, str]],
+        record: tuple[str, bytes] | None,
+        removed: Sequence[str],
+        expected: Mapping[str, str | None],
+    ) -> None:
+        """Give finished files their final names, and with the last step let them be what counts.
+
+        Args:
+            files: names and the final names that they get, one after another, each in one atomic
+                step that replaces what had that name.
+            record: put in place behind them, atomically.
+            removed: names of files that are removed behind that.
+            expected: the tokens that files still have to have.
+
+        Raises:
+            ConcurrentSaveError: a file has another token by now, or another save commits at this
+                moment. Nothing was changed.
         """
 
     @abstractmethod

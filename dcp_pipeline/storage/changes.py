@@ -81,6 +81,16 @@ class FileChanges:
             raise
         return opened[0]
 
+    def open_shared(self, path: str, flags: int = 0) -> int:
+        """A file descriptor of a file that several processes write, made where it is not there."""
+        opened: list[int] = []
+        try:
+            open_noted(opened, path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | flags, 0o644)
+        except BaseException:
+            close_noted(opened)
+            raise
+        return opened[0]
+
     def reserve(self, descriptor: int, size: int) -> bool:
         """Reserve room for ``size`` bytes; whether the file system can do so at all."""
         if self._fallocate is None or size == 0:

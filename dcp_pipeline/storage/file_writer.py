@@ -17,10 +17,10 @@ import numpy as np
 from dcp_pipeline.storage.base import Observer, Segments
 from dcp_pipeline.storage.changes import FileChanges
 
-__all__ = ["BufferPool", "stream_to_file"]
+__all__ = ["ALIGNMENT", "DIRECT", "BufferPool", "stream_to_file"]
 
 ALIGNMENT = 4096
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
+DIRECT: int = getattr(os, "O_DIRECT", 0)
 _SMALL_COPY = 1 << 15
 
 
@@ -81,9 +81,9 @@ def stream_to_file(
 
 
 def _create(changes: FileChanges, path: str, direct: bool) -> int:
-    if direct and _DIRECT:
+    if direct and DIRECT:
         try:
-            return changes.create(path, _DIRECT)
+            return changes.create(path, DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -135,9 +135,9 @@ def _write(changes: FileChanges, descriptor: int, data: memoryview, offset: int)
         if error.errno != errno.EINVAL or not _is_direct(descriptor):
             raise
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
         changes.write(descriptor, [data], offset)
 
 
 def _is_direct(descriptor: int) -> bool:
-    return bool(_DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT)
+    return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dcp_pipeline.core.errors import (
     ConcurrentSaveError,
@@ -15,11 +15,11 @@ from dcp_pipeline.core.errors import (
     StorageError,
 )
 from dcp_pipeline.core.manifest import safe_name, safe_relative_name
-from dcp_pipeline.storage.base import Directory, Observer, Segments, Source, Storage
+from dcp_pipeline.storage.base import Directory, Observer, RangeWriter, Segments, Source, Storage
 
 __all__ = ["MemoryStorage"]
 
-_DIRECTORIES: dict[str, dict[str, tuple[bytes, float]]] = {}
+_DIRECTORIES: dict[str, dict[str, tuple[bytes | bytearray, float]]] = {}
 _LOCK = threading.RLock()
 """What memory:// URIs name is the process's, as files are the machine's."""
 
@@ -54,7 +54,7 @@ class MemoryDirectory(Directory):
         self.location = location
 
     @property
-    def _files(self) -> dict[str, tuple[bytes, float]]:
+    def _files(self) -> dict[str, tuple[bytes | bytearray, float]]:
         return _DIRECTORIES.get(self.location, {})
 
     def prepare(self) -> None:
@@ -77,7 +77,7 @@ class MemoryDirectory(Directory):
             return False
         return True
 
-    def _entry(self, name: str) -> tuple[bytes, float]:
+    def _entry(self, name: str) -> tuple[bytes | bytearray, float]:
         folder, _, plain = f"{self.location}/{safe_relative_name(name)}".rpartition("/")
         try:
             return _DIRECTORIES[folder][plain]
@@ -87,7 +87,7 @@ class MemoryDirectory(Directory):
     def read(self, name: str, start: int = 0, limit: int | None = None) -> bytes:
         data = self._entry(name)[0]
         begin = max(len(data) + start, 0) if start < 0 else start
-        return data[begin:] if limit is None else data[begin : begin + limit]
+        return bytes(data[begin:] if limit is None else data[begin : begin + limit])
 
     def size(self, name: str) -> int:
         return len(self._entry(name)[0])
@@ -103,6 +103,15 @@ class MemoryDirectory(Directory):
             raise ValueError(f"{name}: {len(data)} bytes were produced, {size} were planned")
         observe(memoryview(data))
         self.put(name, data)
+
+    def open_ranges(self, name: str, size: int) -> RangeWriter:
+        with _LOCK:
+            files = _DIRECTORIES.setdefault(self.location, {})
+            data, _ = files.get(safe_name(name), (bytes(size), 0.0))
+            if not isinstance(data, bytearray):
+                data = bytearray(data.ljust(size, b"\0"))
+                files[name] = (data, time.time())
+        return _MemoryRanges(data)
 
     def put(self, name: str, data: bytes) -> None:
         with _LOCK:
@@ -138,14 +147,53 @@ class MemoryDirectory(Directory):
                 if content is not None:
                     files[other] = (bytes(content), time.time())
 
+    def token(self, name: str) -> str | None:
+        found = self._files.get(safe_name(name))
+        return None if found is None else f"{id(found[0])}-{found[1]}"
+
+    def adopt(
+        self,
+        files: Sequence[tuple[str, str]],
+        record: tuple[str, bytes] | None,
+        removed: Sequence[str],
+        expected: Mapping[str, str | None],
+    ) -> None:
+        with _LOCK:
+            changed = [name for name, token in expected.items() if self.token(name) != token]
+            if changed:
+                raise ConcurrentSaveError(f"{self.location}/{changed[0]} was changed meanwhile")
+            for name, final in files:
+                self._entry(name)
+                self._files[safe_name(final)] = self._files.pop(name)
+            if record is not None:
+                self._files[safe_name(record[0])] = (bytes(record[1]), time.time())
+            self.delete(removed)
+
     def delete(self, names: Iterable[str]) -> None:
         with _LOCK:
             for name in names:
                 self._files.pop(safe_name(name), None)
 
 
+class _MemoryRanges(RangeWriter):
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+
+    def write(self, offset: int, data: memoryview) -> None:
+        with _LOCK:
+            if len(self._data) < offset + len(data):
+                self._data.extend(bytes(offset + len(data) - len(self._data)))
+            self._data[offset : offset + len(data)] = data
+
+    def close(self) -> None:
+        return None
+
+    def give_up(self) -> None:
+        return None
+
+
 class _MemorySource(Source):
-    def __init__(self, location: str, name: str, data: bytes) -> None:
+    def __init__(self, location: str, name: str, data: bytes | bytearray) -> None:
         self.name, self.size = name, len(data)
         self._location, self._data = location, memoryview(data)
 

@@ -19,7 +19,8 @@ from dcp_pipeline.manager.steps import step_of
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.storage.changes import FileChanges
 from dcp_pipeline.storage.commit_lock import LOCK
-from dcp_pipeline.storage.filesystem import FileSystemDirectory, FileSystemStorage
+from dcp_pipeline.storage.file_directory import FileSystemDirectory
+from dcp_pipeline.storage.filesystem import FileSystemStorage
 from dcp_pipeline.tools.needed import is_own_metadata, needed_names
 from dcp_pipeline.tools.opening import look, open_directory
 

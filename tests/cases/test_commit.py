@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout.base import Layout
-from dcp_pipeline.storage.filesystem import FileSystemDirectory, FileSystemStorage
+from dcp_pipeline.storage.file_directory import FileSystemDirectory
+from dcp_pipeline.storage.filesystem import FileSystemStorage
 from tests.cases.jobs import files, load, pipeline_of, save, state_with, values_of
 from tests.distributed.pool import Pool
 from tests.marks import mostly_slow

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from dcp_pipeline.core.errors import CoordinationError
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.storage.base import Source
-from dcp_pipeline.storage.filesystem import FileSystemDirectory, FileSystemStorage
+from dcp_pipeline.storage.file_directory import FileSystemDirectory
+from dcp_pipeline.storage.filesystem import FileSystemStorage
 from tests.equal import assert_same
 from tests.faults_running.disk import counted
 from tests.faults_running.faulty import Fault, FaultyChanges

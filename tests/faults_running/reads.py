@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from dcp_pipeline.core.errors import RollbackFailedError, StorageError
 from dcp_pipeline.storage.base import Source
-from dcp_pipeline.storage.filesystem import FileSystemDirectory, FileSystemStorage
+from dcp_pipeline.storage.file_directory import FileSystemDirectory
+from dcp_pipeline.storage.filesystem import FileSystemStorage
 from tests.equal import assert_same
 from tests.faults_running.jobs import my_rank, pipeline_of, several_files
 
