@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-import numpy as np
 
 from dcp_pipeline.core.checksum import ALGORITHMS, MAX_BLOCK_BYTES, digest_of
 from dcp_pipeline.core.dtypes import ITEM_SIZES
@@ -27,9 +24,20 @@ from dcp_pipeline.core.errors import (
 from dcp_pipeline.core.fingerprint import Fingerprint, decode_fingerprint, encode_fingerprint
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.path import Path, check_paths, decode_path, encode_path
+from dcp_pipeline.core.places import check_places
+from dcp_pipeline.core.quantized import QuantizedKeys, decode_quantized, encode_quantized
+from dcp_pipeline.core.spans import SpansByRow, decode_spans, encode_spans
 from dcp_pipeline.core.table import MAX_DIMENSIONS, ChunkTable, KeySpec, Kind
 
-__all__ = ["FileEntry", "Manifest", "MetadataEntry", "SumsEntry", "safe_name", "safe_relative_name"]
+__all__ = [
+    "FileEntry",
+    "Manifest",
+    "MetadataEntry",
+    "SumsEntry",
+    "check_places",
+    "safe_name",
+    "safe_relative_name",
+]
 
 FORMAT: Final = "dcp_pipeline.checkpoint"
 VERSION: Final = (1, 1)
@@ -82,6 +90,8 @@ class Manifest:
         superseded: digest of the ``.metadata`` that this save replaces, if there was one.
         notes: what the caller wants to know of the checkpoint later, as plain JSON data.
         fingerprint: of the values, ``None`` where none was taken.
+        encoded: rows of ``table`` whose bytes are not simply their elements.
+        quantized: keys of ``table`` that are stored as codes and scales.
     """
 
     save_id: str
@@ -102,6 +112,8 @@ class Manifest:
     superseded: str | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
+    encoded: SpansByRow = field(default_factory=dict)
+    quantized: QuantizedKeys = field(default_factory=dict)
 
     @property
     def is_foreign(self) -> bool:
@@ -136,6 +148,10 @@ class Manifest:
                 ).decode(),
             },
         }
+        if self.encoded:
+            members["encoded"] = encode_spans(self.encoded)
+        if self.quantized:
+            members["quantized"] = encode_quantized(self.quantized)
         lines = [
             f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}"
             for name, value in members.items()
@@ -284,6 +300,8 @@ def _decode(members: dict[str, Any]) -> Manifest:
         superseded=None if superseded is None else str(superseded),
         notes=dict(members.get("notes") or {}),
         fingerprint=decode_fingerprint(members.get("fingerprint"), names, specs),
+        encoded=decode_spans(members["encoded"]) if "encoded" in members else {},
+        quantized=decode_quantized(members.get("quantized") or ()),
     )
     check_places(manifest)
     return manifest
@@ -320,51 +338,6 @@ def _decode_keys(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tu
             raise FormatError(f"{name!r} cannot share the storage of {names[spec.alias]!r}")
     check_paths([spec.path for spec in specs])
     return tuple(names), tuple(specs)
-
-
-def check_places(manifest: Manifest) -> None:
-    """Raise unless every chunk lies in a file that is there and long enough.
-
-    Raises:
-        FormatError: otherwise.
-    """
-    table, files = manifest.table, manifest.files
-    if len({entry.name for entry in files}) != len(files):
-        raise FormatError("a data file is listed twice")
-    for name, spec in zip(manifest.names, table.keys, strict=True):
-        if math.prod(extent or 1 for extent in spec.shape) * spec.item_size >= 1 << 62:
-            raise FormatError(f"{name!r} has the absurd shape {list(spec.shape)}")
-    if not len(table):
-        return
-    if table.file.min() < 0 or table.file.max() >= len(files):
-        raise FormatError("a chunk lies in a file that is not listed")
-    widths = np.asarray([len(spec.shape) for spec in table.keys], np.int64)[table.key]
-    if widths.max() > table.dimensions:
-        raise FormatError("a chunk has fewer dimensions than its tensor")
-    if np.asarray([spec.alias >= 0 for spec in table.keys])[table.key].any():
-        raise FormatError("a key that shares another's storage has chunks of its own")
-    places = (table.offset, table.length, table.offsets, table.sizes)
-    if min(column.min(initial=0) for column in places) < 0:
-        raise FormatError("a chunk has a negative place or size")
-    if max(column.max(initial=0) for column in (*places, table.payload)) >= 1 << 62:
-        raise FormatError("a chunk has an absurd place or size")
-    if not manifest.is_foreign and table.payload.min() < 0:
-        raise FormatError("it is not said where the elements of a chunk start")
-    ends = table.offset + table.length
-    sizes = np.asarray([entry.size for entry in files], np.int64)[table.file]
-    if (ends > sizes).any():
-        row = int(np.argmax(ends > sizes))
-        raise FormatError(
-            f"a chunk of {manifest.names[table.key[row]]!r} ends at {ends[row]}, its file"
-            f" {files[table.file[row]].name} has {sizes[row]} bytes"
-        )
-    volume = table.sizes.prod(axis=1, dtype=float) * table.item_sizes
-    is_tensor = np.asarray([spec.dtype is not None for spec in table.keys])[table.key]
-    # Where the payload is not known yet, nothing but the elements may be left out of the item.
-    if (is_tensor & (np.maximum(table.payload, 0) + volume > table.length)).any():
-        raise FormatError("a chunk's elements do not fit into its item")
-    if (table.payload > table.length).any():
-        raise FormatError("the elements of a chunk start behind its item")
 
 
 def _size(value: object) -> int:

@@ -20,7 +20,7 @@ from dcp_pipeline.layout.dcp_metadata import manifest_of, metadata_of
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.steps.data_files import DataFiles
 from dcp_pipeline.pipelines.steps.destinations import Destination
-from dcp_pipeline.pipelines.steps.read_boxes import item_reads
+from dcp_pipeline.pipelines.steps.read_boxes import row_reads
 from dcp_pipeline.pipelines.steps.read_items import Located, locate_rows
 from dcp_pipeline.storage.filesystem import local_path
 from dcp_pipeline.storage.reading import Read
@@ -110,14 +110,15 @@ class FileSystemReader(StorageReader):
             located = locate_rows(manifest, wanted, files.source)
             reads: dict[int, list[Read]] = {}
             for position, (item, row) in enumerate(zip(plan.items, wanted, strict=True)):
-                file = int(manifest.table.file[row])
                 if item.type == LoadItemType.BYTE_IO:
-                    part = [_value_read(located, row, position, item, values)]
-                else:
-                    target = planner.resolve_tensor(item)
-                    committed.append((item, target))
-                    part = list(_tensor_reads(located, row, item, target))
-                reads.setdefault(file, []).extend(part)
+                    file = int(manifest.table.file[row])
+                    read = _value_read(located, row, position, item, values)
+                    reads.setdefault(file, []).append(read)
+                    continue
+                target = planner.resolve_tensor(item)
+                committed.append((item, target))
+                for file, read in _tensor_reads(located, row, item, target):
+                    reads.setdefault(file, []).append(read)
             files.run(reads)
         for item, target in committed:
             planner.commit_tensor(item, target)
@@ -183,7 +184,9 @@ def _value_read(
     return Read(start, length, item.storage_index.fqn, deliver=deliver)
 
 
-def _tensor_reads(located: Located, row: int, item: ReadItem, target: torch.Tensor) -> list[Read]:
+def _tensor_reads(
+    located: Located, row: int, item: ReadItem, target: torch.Tensor
+) -> list[tuple[int, Read]]:
     spec = located.table.keys[located.table.key[row]]
     assert spec.dtype is not None
     dtype = DTYPES[spec.dtype]
@@ -198,8 +201,7 @@ def _tensor_reads(located: Located, row: int, item: ReadItem, target: torch.Tens
     if 0 in item.lengths:
         return []
     begin, extent = tuple(item.storage_offsets), tuple(item.lengths)
-    sizes = located.table.boxes(row)[1]
-    return list(item_reads(located, row, sizes, begin, extent, destination))
+    return list(row_reads(located, row, begin, extent, destination))
 
 
 def _ignore(lost: int) -> None:

@@ -32,6 +32,9 @@ class Read:
         target: memory of ``length`` bytes to fill; or else
         deliver: called with the bytes, which are valid only during the call.
         before: called before anything is overwritten.
+        check: raises where the bytes are not what they should be. It is called with all of them
+            once ``target`` has them, and where they are only verified; ``deliver`` checks itself.
+        has_checksum: whether ``check`` compares them with a checksum.
     """
 
     offset: int
@@ -40,6 +43,8 @@ class Read:
     target: memoryview | None = None
     deliver: Callable[[memoryview], None] | None = None
     before: Callable[[], None] | None = None
+    check: Callable[[memoryview], None] | None = None
+    has_checksum: bool = False
 
 
 def read_ranges(
@@ -72,6 +77,9 @@ def read_ranges(
         small.extend(reader.read_direct(read))
     for window in _windows(small, block_bytes):
         reader.read_window(window)
+    for read in reads:
+        if read.target is not None and read.check is not None:
+            read.check(read.target)
     return reader.nbytes
 
 

@@ -13,11 +13,12 @@ from dcp_pipeline.core.table import ChunkTable
 from dcp_pipeline.pipelines.steps.destinations import Destination, Sink, dense_reads
 from dcp_pipeline.pipelines.steps.read_encoded import encoded_reads
 from dcp_pipeline.pipelines.steps.read_items import Located
+from dcp_pipeline.pipelines.steps.read_quantized import quantized_reads
 from dcp_pipeline.state.targets import TensorTarget
 from dcp_pipeline.storage.reading import Read
 from dcp_pipeline.types.dtypes import DTYPES
 
-__all__ = ["CastCounts", "box_reads", "item_reads"]
+__all__ = ["CastCounts", "box_reads", "row_reads"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Begin and extent per dimension."""
@@ -86,9 +87,7 @@ def box_reads(
             inside = tuple(a - b for a, b in zip(low, chunk[0], strict=True))
             place = rows.start + row
             destination = Destination(target.name, dtype, view, on_cast, keep)
-            file = int(table.file[place])
-            for read in item_reads(located, place, chunk[1], inside, extent, destination):
-                yield file, read
+            yield from row_reads(located, place, inside, extent, destination)
         if covered != prod(piece.sizes):
             raise CorruptCheckpointError(
                 f"the chunks of {target.name} hold {covered} of the {prod(piece.sizes)} elements at"
@@ -124,7 +123,25 @@ def _common(one: Box, other: Box) -> Box:
     return low, extent
 
 
-def item_reads(
+def row_reads(
+    located: Located,
+    row: int,
+    begin: tuple[int, ...],
+    extent: tuple[int, ...],
+    destination: Destination,
+) -> Iterator[tuple[int, Read]]:
+    """``(file, read)`` for the box ``begin``, ``extent`` within the chunk of one row."""
+    table = located.table
+    quantized = located.quantized.get(int(table.key[row]))
+    if quantized is not None:
+        yield from quantized_reads(table, row, quantized, begin, extent, destination)
+        return
+    file, sizes = int(table.file[row]), table.boxes(row)[1]
+    for read in _item_reads(located, row, sizes, begin, extent, destination):
+        yield file, read
+
+
+def _item_reads(
     located: Located,
     row: int,
     sizes: tuple[int, ...],

@@ -9,6 +9,8 @@ import numpy as np
 
 from dcp_pipeline.core.errors import CorruptCheckpointError
 from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.core.quantized import QuantizedKeys
+from dcp_pipeline.core.spans import SpansByRow
 from dcp_pipeline.core.table import ChunkTable
 from dcp_pipeline.formats.torch_zip import StoredTensor, parse_tensor_zip
 from dcp_pipeline.state.match import Match
@@ -25,16 +27,25 @@ class Located:
     Attributes:
         table: of the manifest, payloads filled in.
         strided: rows whose elements are not stored in row-major order, and how they are.
+        encoded: rows whose bytes are not simply their elements.
+        quantized: keys that are stored as codes and scales.
+        files, names: of the data files, and of the keys.
     """
 
     table: ChunkTable
     strided: dict[int, StoredTensor]
+    encoded: SpansByRow
+    quantized: QuantizedKeys
+    files: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 def locate_items(manifest: Manifest, match: Match, source: Callable[[int], Source]) -> Located:
     """Find the payload of every row that ``match`` wants; see :func:`locate_rows`."""
     table = manifest.table
-    keys = [t.key for t in match.tensors] + [v.key for v in match.values]
+    mapped = {name for t in match.tensors if t.mapped is not None for name in t.mapped.sources}
+    keys = [t.key for t in match.tensors if t.mapped is None] + [v.key for v in match.values]
+    keys += [key for key, name in enumerate(manifest.names) if name in mapped]
     return locate_rows(manifest, np.flatnonzero(np.isin(table.key, keys)).tolist(), source)
 
 
@@ -61,7 +72,9 @@ def locate_rows(
             payload[row] += stored.storage_offset * stored.dtype.itemsize
         else:
             strided[row] = stored
-    return Located(replace(table, payload=payload), strided)
+    files = tuple(entry.name for entry in manifest.files)
+    located = replace(table, payload=payload)
+    return Located(located, strided, manifest.encoded, manifest.quantized, files, manifest.names)
 
 
 def _parse(manifest: Manifest, row: int, source: Callable[[int], Source]) -> StoredTensor:

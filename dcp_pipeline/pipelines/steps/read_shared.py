@@ -69,8 +69,12 @@ class Assembler:
                 target = memoryview(self._buffers.setdefault(position, bytearray(read.length)))
             target[low - read.offset : high - read.offset] = data[low - offset : high - offset]
             self._filled[position] += high - low
-            if self._filled[position] == read.length and read.deliver is not None:
+            if self._filled[position] < read.length:
+                continue
+            if read.deliver is not None:
                 read.deliver(memoryview(self._buffers.pop(position)))
+            elif read.check is not None:
+                read.check(target)
 
     def named(self, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
         """A stretch cut where reads begin and end, each part with the key that it is of."""
