@@ -21,6 +21,7 @@ __all__ = [
     "CODES",
     "RESULTS",
     "SCALES",
+    "Method",
     "Quantized",
     "QuantizedKeys",
     "check_quantized",

@@ -53,7 +53,10 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "safetensors": "dcp_pipeline.serialization.config:SafetensorsConfig",
         "torch_save": "dcp_pipeline.serialization.config:TorchSaveConfig",
     },
-    "layout": {"dcp": "dcp_pipeline.layout.config:DcpLayoutConfig"},
+    "layout": {
+        "dcp": "dcp_pipeline.layout.config:DcpLayoutConfig",
+        "huggingface": "dcp_pipeline.layout.config:HuggingFaceLayoutConfig",
+    },
     "storage": {
         "filesystem": "dcp_pipeline.storage.config:FileSystemConfig",
         "memory": "dcp_pipeline.storage.config:MemoryConfig",

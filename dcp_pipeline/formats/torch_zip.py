@@ -7,8 +7,10 @@ the payload in an item, so that it can be read straight into memory. ``read_valu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ __all__ = [
     "ZipFrame",
     "check_readable",
     "frame_tensor",
+    "parse_state_zip",
     "parse_tensor_zip",
     "read_value",
     "write_value",
@@ -32,6 +35,10 @@ __all__ = [
 
 _MAX_ENTRIES = 64
 _MAX_PICKLE_BYTES = 64 * 1024
+_MAX_STATE_ENTRIES = 1 << 18
+_MAX_STATE_PICKLE_BYTES = 32 << 20
+# Each needs one byte of a pickle and sixty of memory; a tensor needs two or three in 200 bytes.
+_FREE_CONTAINERS = 4096
 _MAX_DIMENSIONS = 1024
 _LIMIT = 1 << 63
 
@@ -62,12 +69,18 @@ class StoredTensor:
     @property
     def is_contiguous(self) -> bool:
         """Whether the payload is exactly the tensor's elements in C order."""
+        is_whole = self.payload_bytes == prod(self.sizes) * self.dtype.itemsize
+        return self.storage_offset == 0 and is_whole and self.is_row_major
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements lie one after another in C order, wherever in the payload."""
         expected = 1
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
             if size != 1 and stride != expected and 0 not in self.sizes:
                 return False
             expected *= size
-        return self.storage_offset == 0 and self.payload_bytes == expected * self.dtype.itemsize
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,35 +119,85 @@ def parse_tensor_zip(read: Callable[[int, int], bytes], length: int) -> StoredTe
         UnsafeCheckpointError: its pickle asks for something else than a plain tensor, or its sizes
             are absurd.
     """
-    window = Window(read, length)
-    entries = read_directory(window, _MAX_ENTRIES)
-    by_name = {entry.name: entry for entry in entries}
-    root = entries[0].name.partition("/")[0] if entries else ""
-    record = by_name.get(f"{root}/data.pkl")
-    if record is None:
-        raise FormatError("a zip without data.pkl: not what torch.save writes")
-    if record.size > _MAX_PICKLE_BYTES:
-        raise UnsafeCheckpointError(f"the pickle of one tensor claims {record.size} bytes")
-    order = by_name.get(f"{root}/byteorder")
-    if order is not None:
-        said = window.take(payload_offset(window, order), min(order.size, 16))
-        if said != b"little":
-            raise FormatError(f"byte order {said!r}: only little endian is read")
-    pickle = window.take(payload_offset(window, record), record.size)
+    archive = _Archive(read, length, _MAX_ENTRIES)
+    pickle = archive.pickle(_MAX_PICKLE_BYTES)
     tensor = load_inert(
         pickle, _resolve, builders={}, persistent=_storage, keys=key_types(_StorageType)
     )
-    if type(tensor) is not _Rebuilt:
-        raise FormatError(f"a {type(tensor).__name__} where a tensor was expected")
-    payload = by_name.get(f"{root}/data/{tensor.storage.key}")
-    if payload is None:
-        raise FormatError(f"a zip without the record data/{tensor.storage.key}")
-    _check_extent(tensor, payload.size)
-    start = payload_offset(window, payload)
-    return StoredTensor(
-        tensor.dtype, tensor.sizes, tensor.strides, tensor.offset, start, payload.size,
-        payload.crc32,
-    )  # fmt: skip
+    return archive.locate(tensor)
+
+
+def parse_state_zip(read: Callable[[int, int], bytes], length: int) -> dict[str, StoredTensor]:
+    """Find the elements of all tensors of a flat state dict that ``torch.save`` (1.6 on) wrote.
+
+    Tensors that share a storage have the same ``payload_offset``.
+
+    Raises:
+        FormatError, UnsafeCheckpointError: as :func:`parse_tensor_zip`, or there is something else
+            in it than tensors by name.
+    """
+    archive = _Archive(read, length, _MAX_STATE_ENTRIES)
+    pickle = archive.pickle(_MAX_STATE_PICKLE_BYTES)
+    made = sum(map(pickle.count, (b"]", b"}", b"(")))
+    if made > _FREE_CONTAINERS + len(pickle) // 8:
+        raise UnsafeCheckpointError(f"a pickle of {len(pickle)} bytes makes {made} containers")
+    state = load_inert(
+        pickle,
+        _resolve,
+        builders={OrderedDict: lambda made, metadata: None},  # versions of modules
+        persistent=_storage,
+        keys=key_types(_StorageType),
+    )
+    if not isinstance(state, dict):
+        raise FormatError(f"a {type(state).__name__} where a state dict was expected")
+    strange = [name for name in state if type(name) is not str]
+    if strange:
+        raise FormatError(f"a state dict with the key {str(strange[0])[:80]!r}, expected text")
+    for name in state:
+        if not name.isascii() and name != name.encode("utf-8", "replace").decode():
+            raise FormatError(f"a state dict with the key {name[:80]!r}, which is no text")
+    return {name: archive.locate(tensor, f", under {name!r}") for name, tensor in state.items()}
+
+
+class _Archive:
+    """The zip around tensors."""
+
+    def __init__(self, read: Callable[[int, int], bytes], length: int, max_entries: int) -> None:
+        self._window = Window(read, length)
+        entries = read_directory(self._window, max_entries)
+        self._entries = {entry.name: entry for entry in entries}
+        self._root = entries[0].name.partition("/")[0] if entries else ""
+        self._starts: dict[str, int] = {}
+
+    def pickle(self, most: int) -> bytes:
+        """What says which tensors there are, of at most so many bytes."""
+        record = self._entries.get(f"{self._root}/data.pkl")
+        if record is None:
+            raise FormatError("a zip without data.pkl: not what torch.save writes")
+        if record.size > most:
+            raise UnsafeCheckpointError(f"the pickle of tensors claims {record.size} bytes")
+        order = self._entries.get(f"{self._root}/byteorder")
+        if order is not None:
+            start = payload_offset(self._window, order)
+            said = self._window.take(start, min(order.size, 16))
+            if said != b"little":
+                raise FormatError(f"byte order {said!r}: only little endian is read")
+        return self._window.take(payload_offset(self._window, record), record.size)
+
+    def locate(self, tensor: object, place: str = "") -> StoredTensor:
+        """Where the elements of what the pickle holds lie."""
+        if type(tensor) is not _Rebuilt:
+            raise FormatError(f"a {type(tensor).__name__} where a tensor was expected{place}")
+        payload = self._entries.get(f"{self._root}/data/{tensor.storage.key}")
+        if payload is None:
+            raise FormatError(f"a zip without the record data/{tensor.storage.key}")
+        _check_extent(tensor, payload.size)
+        if payload.name not in self._starts:
+            self._starts[payload.name] = payload_offset(self._window, payload)
+        return StoredTensor(
+            tensor.dtype, tensor.sizes, tensor.strides, tensor.offset,
+            self._starts[payload.name], payload.size, payload.crc32,
+        )  # fmt: skip
 
 
 def _check_extent(tensor: _Rebuilt, payload_bytes: int) -> None:

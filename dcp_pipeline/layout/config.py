@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from dcp_pipeline.core.kind import Bytes, KindConfig
 
 if TYPE_CHECKING:
     from dcp_pipeline.layout.dcp import DcpLayout
+    from dcp_pipeline.layout.huggingface import HuggingFaceLayout
 
-__all__ = ["DcpLayoutConfig"]
+__all__ = ["DcpLayoutConfig", "HuggingFaceLayoutConfig"]
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 4 * 1024, 16 * 1024**2
 
@@ -52,3 +53,25 @@ class DcpLayoutConfig(KindConfig):
             block_bytes=self.block_bytes,
             on_foreign_overwrite=self.on_foreign_overwrite,
         )
+
+
+class HuggingFaceLayoutConfig(KindConfig):
+    """A repository of Hugging Face: safetensors, whole or in shards, or ``pytorch_model.bin``.
+
+    Attributes:
+        dequantize: dtype in which float8 in blocks (``*.weight`` and ``*.weight_scale_inv``) and
+            MXFP4 (``*_blocks`` and ``*_scales``) are read, under the key of the codes; ``none``
+            leaves codes and scales as they are.
+        block_size: rows and columns of float8 that share a scale; ``null`` for what ``config.json``
+            says, or 128.
+    """
+
+    kind: Literal["huggingface"] = "huggingface"
+    dequantize: Literal["none", "bfloat16", "float16", "float32"] = "none"
+    block_size: int | None = Field(default=None, ge=1, lt=1 << 31)
+
+    def build(self) -> HuggingFaceLayout:
+        """Make the layout."""
+        from dcp_pipeline.layout.huggingface import HuggingFaceLayout
+
+        return HuggingFaceLayout(dequantize=self.dequantize, block_size=self.block_size)

@@ -12,7 +12,7 @@ from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.quantized import QuantizedKeys
 from dcp_pipeline.core.spans import SpansByRow
 from dcp_pipeline.core.table import ChunkTable
-from dcp_pipeline.formats.torch_zip import StoredTensor, parse_tensor_zip
+from dcp_pipeline.formats.torch_zip import StoredTensor, parse_state_zip, parse_tensor_zip
 from dcp_pipeline.state.match import Match
 from dcp_pipeline.storage.base import Source
 from dcp_pipeline.types.dtypes import dtype_name
@@ -60,13 +60,14 @@ def locate_rows(
     table = manifest.table
     payload = table.payload.copy()
     strided: dict[int, StoredTensor] = {}
+    states: dict[int, dict[str, StoredTensor]] = {}
     for row in rows:
         if payload[row] >= 0 or row in strided:
             continue
         if table.keys[table.key[row]].dtype is None:
             payload[row] = 0
             continue
-        stored = _parse(manifest, row, source)
+        stored = _parse(manifest, row, source, states)
         payload[row] = stored.payload_offset
         if stored.is_contiguous:
             payload[row] += stored.storage_offset * stored.dtype.itemsize
@@ -77,10 +78,17 @@ def locate_rows(
     return Located(located, strided, manifest.encoded, manifest.quantized, files, manifest.names)
 
 
-def _parse(manifest: Manifest, row: int, source: Callable[[int], Source]) -> StoredTensor:
+def _parse(
+    manifest: Manifest,
+    row: int,
+    source: Callable[[int], Source],
+    states: dict[int, dict[str, StoredTensor]],
+) -> StoredTensor:
+    """Look into the item of a row, or into the whole file where that is one state dict."""
     table = manifest.table
-    spec = table.keys[table.key[row]]
-    file = source(int(table.file[row]))
+    spec, name = table.keys[table.key[row]], manifest.names[table.key[row]]
+    number = int(table.file[row])
+    file = source(number)
     begin = int(table.offset[row])
 
     def read(offset: int, nbytes: int) -> bytes:
@@ -88,11 +96,18 @@ def _parse(manifest: Manifest, row: int, source: Callable[[int], Source]) -> Sto
         file.read_into(begin + offset, memoryview(data))
         return bytes(data)
 
-    stored = parse_tensor_zip(read, int(table.length[row]))
+    if manifest.layout == "huggingface":
+        if number not in states:
+            states[number] = parse_state_zip(read, int(table.length[row]))
+        stored = states[number].get(name)
+        if stored is None:
+            raise CorruptCheckpointError(f"{file.name} does not hold {name!r} any more")
+    else:
+        stored = parse_tensor_zip(read, int(table.length[row]))
     sizes = table.boxes(row)[1]
     if dtype_name(stored.dtype) != spec.dtype or stored.sizes != sizes:
         raise CorruptCheckpointError(
-            f"{file.name} holds {stored.dtype} {list(stored.sizes)} for"
-            f" {manifest.names[table.key[row]]!r}, .metadata says {spec.dtype} {list(sizes)}"
+            f"{file.name} holds {stored.dtype} {list(stored.sizes)} for {name!r}, .metadata says"
+            f" {spec.dtype} {list(sizes)}"
         )
     return stored
