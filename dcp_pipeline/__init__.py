@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from dcp_pipeline.dcp import (
         FileSystemReader as FileSystemReader,
         FileSystemWriter as FileSystemWriter,
+        HuggingFaceStorageReader as HuggingFaceStorageReader,
+        QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
     from dcp_pipeline.graph.graph import (
         Graph as Graph,
@@ -216,6 +218,8 @@ _HOME = {
     "dcp_pipeline.dcp": (
         "FileSystemReader",
         "FileSystemWriter",
+        "HuggingFaceStorageReader",
+        "QuantizedHuggingFaceStorageReader",
     ),
     "dcp_pipeline.graph.graph": ("Graph",),
     "dcp_pipeline.graph.node": (

@@ -20,11 +20,7 @@ import dcp_pipeline
 from dcp_pipeline.core import errors
 
 # What DCP has and later versions of this package bring.
-LATER = {
-    "HuggingFaceStorageReader",
-    "HuggingFaceStorageWriter",
-    "QuantizedHuggingFaceStorageReader",
-}
+LATER = {"HuggingFaceStorageWriter"}
 OURS = {
     "AppState",
     "CastRecord",
@@ -37,6 +33,7 @@ OURS = {
     "FileSystemWriter",
     "Fingerprint",
     "Graph",
+    "HuggingFaceStorageReader",
     "LoadReport",
     "Manifest",
     "Node",
@@ -45,6 +42,7 @@ OURS = {
     "Pipeline",
     "PipelineBuilder",
     "PipelineConfig",
+    "QuantizedHuggingFaceStorageReader",
     "RankLocal",
     "RngState",
     "StateDictOptions",

@@ -1,6 +1,15 @@
 """Storage writers and readers for ``torch.distributed.checkpoint``, over our format and commit."""
 
+from dcp_pipeline.dcp.huggingface import (
+    HuggingFaceStorageReader,
+    QuantizedHuggingFaceStorageReader,
+)
 from dcp_pipeline.dcp.reader import FileSystemReader
 from dcp_pipeline.dcp.writer import FileSystemWriter
 
-__all__ = ["FileSystemReader", "FileSystemWriter"]
+__all__ = [
+    "FileSystemReader",
+    "FileSystemWriter",
+    "HuggingFaceStorageReader",
+    "QuantizedHuggingFaceStorageReader",
+]

@@ -24,6 +24,7 @@ MADE = {
     ("serialization", "safetensors"): "serialization.safetensors:SafetensorsSerialization",
     ("serialization", "torch_save"): "serialization.torch_save:TorchSaveSerialization",
     ("layout", "dcp"): "layout.dcp:DcpLayout",
+    ("layout", "huggingface"): "layout.huggingface:HuggingFaceLayout",
     ("storage", "filesystem"): "storage.filesystem:FileSystemStorage",
     ("storage", "memory"): "storage.memory:MemoryStorage",
     ("background", "process"): "background.base:ProcessBackground",
