@@ -21,11 +21,14 @@ class Layout(ABC):
         follows_links: whether files are read through links that lead out of the directory.
         checksum: algorithm of the block digests.
         block_bytes: bytes per block.
+        is_export: whether its files are laid down by others, see
+            :class:`~dcp_pipeline.layout.export.ExportLayout`.
     """
 
     kind: ClassVar[str]
     record: ClassVar[str]
     follows_links: ClassVar[bool] = False
+    is_export: ClassVar[bool] = False
     checksum: str
     block_bytes: int
 
@@ -68,6 +71,18 @@ class Layout(ABC):
     @abstractmethod
     def replaced_names(self, directory: Directory) -> Collection[str]:
         """Names that the checkpoint in the directory owns, for deletion once it is replaced."""
+
+    @abstractmethod
+    def needed(self, directory: Directory) -> Collection[str]:
+        """The files that the committed checkpoint names, none of which may be removed.
+
+        Raises:
+            CheckpointError: that cannot be told.
+        """
+
+    @abstractmethod
+    def committed_save(self, directory: Directory) -> str | None:
+        """The id of the save that is committed; ``None`` where nothing tells it."""
 
     @abstractmethod
     def save_of(self, name: str) -> str | None:

@@ -23,7 +23,7 @@ from dcp_pipeline.layout import names
 from dcp_pipeline.layout.base import Layout
 from dcp_pipeline.layout.dcp_metadata import metadata_of
 from dcp_pipeline.layout.plain_dcp import lost_record, plain_manifest
-from dcp_pipeline.layout.record import is_overwritten_by_dcp
+from dcp_pipeline.layout.record import is_overwritten_by_dcp, names_in
 from dcp_pipeline.storage.base import Directory
 
 __all__ = ["DcpLayout"]
@@ -128,6 +128,14 @@ class DcpLayout(Layout):
             if metadata is None and directory.exists(name):
                 metadata = digest_of("xxh3_64", directory.read(name)).hex()
         return record, metadata
+
+    def needed(self, directory: Directory) -> Collection[str]:
+        if not directory.exists(names.MANIFEST):
+            return ()
+        return names_in(Manifest.decode(directory.read(names.MANIFEST)))
+
+    def committed_save(self, directory: Directory) -> str | None:
+        return Manifest.decode(directory.read(names.MANIFEST)).save_id
 
     def replaced_names(self, directory: Directory) -> Collection[str]:
         """Every plain DCP file, once our manifest has replaced ``.metadata``.

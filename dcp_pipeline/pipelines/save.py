@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
+from dcp_pipeline.layout.export import ExportLayout
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.steps import (
     collect,
+    export_write,
     map_entries,
     save_agree,
     save_commit,
     save_plan,
     save_write,
 )
+from dcp_pipeline.pipelines.values import Receipt
 
 __all__ = ["save_graph"]
 
@@ -35,7 +38,7 @@ def save_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
                 "agree", save_agree.agree, ("local_plan", "job"), ("share",), coordinates=True
             ),
             # Stream this rank's share to storage, hashing every block.
-            Node("write", save_write.write, ("staged", "share", "job"), ("receipt",)),
+            Node("write", _write_of(parts), ("staged", "share", "job"), ("receipt",)),
             # All ranks: every receipt fits the plan; then the checkpoint starts to exist.
             Node(
                 "commit", save_commit.commit, ("share", "receipt", "job"), ("manifest",),
@@ -49,3 +52,9 @@ def save_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
         mapping = Node("map", map_entries.map_entries, ("entries", "job"), ("entries",))
         graph = graph.through("entries", mapping)
     return graph.adding(*extra)
+
+
+def _write_of(parts: Parts) -> Callable[..., Receipt]:
+    layout = parts.layout
+    shares_files = isinstance(layout, ExportLayout) and layout.shares_files
+    return export_write.write_ranges if shares_files else save_write.write

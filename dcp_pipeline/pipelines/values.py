@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dcp_pipeline.core.manifest import FileEntry, SumsEntry
 from dcp_pipeline.core.packing import Column
 from dcp_pipeline.core.path import Path
+from dcp_pipeline.layout.export import PlannedFile
 from dcp_pipeline.planning.base import GlobalPlan
 
 __all__ = ["CoordinatorPlan", "Receipt", "Share"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the chunks of a share go, in files that were planned for all ranks.
+
+    Attributes:
+        files: name and size in bytes of each.
+        file: ``[n]`` number of the file of each chunk.
+        start: ``[n]`` where the elements of the chunk's whole tensor start in it, bytes.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    file: Column
+    start: Column
 
 
 @dataclass(frozen=True)
@@ -23,6 +40,7 @@ class Share:
         row: ``[n]`` row of the local plan that each chunk is a part of.
         offsets, sizes: ``[n, d]`` the chunk in the global tensor.
         total_bytes: of all chunks.
+        places: in files that ranks share; ``None`` where each rank makes its own.
     """
 
     names: tuple[str, ...]
@@ -30,6 +48,7 @@ class Share:
     offsets: Column
     sizes: Column
     total_bytes: int
+    places: Places | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +87,8 @@ class CoordinatorPlan:
         record: the commit record that this save replaces, ``None`` where there is none.
         superseded: digest of DCP's ``.metadata`` that this save replaces.
         replaced: plain DCP's data files that this save replaces.
+        tokens: of the files that say what is committed, where the layout is one of others.
+        files: that the ranks share.
     """
 
     plan: GlobalPlan | None
@@ -75,3 +96,5 @@ class CoordinatorPlan:
     record: bytes | None
     superseded: str | None
     replaced: frozenset[str]
+    tokens: Mapping[str, str | None] = field(default_factory=dict)
+    files: tuple[PlannedFile, ...] = ()

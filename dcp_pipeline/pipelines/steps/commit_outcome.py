@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 from dcp_pipeline.core.errors import CheckpointError, CoordinationError
-from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.types.exceptions import CheckpointException
 
@@ -69,11 +68,11 @@ def _as_another(error: BaseException, job: SaveJob) -> bool | None:
 
 def _is_there(job: SaveJob) -> bool:
     """Whether the directory holds this save, if it can be read soon."""
-    found: list[str] = []
+    found: list[str | None] = []
 
     def look() -> None:
         try:
-            found.append(Manifest.decode(job.directory.read(job.parts.layout.record)).save_id)
+            found.append(job.parts.layout.committed_save(job.directory))
         except (CheckpointError, OSError):
             return
 

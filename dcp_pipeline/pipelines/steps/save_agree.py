@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.packing import Column, pack_columns, unpack_columns
 from dcp_pipeline.core.path import Path, decode_path, dotted, encode_path
 from dcp_pipeline.core.table import ChunkTable, KeySpec
+from dcp_pipeline.layout.export import ExportLayout, PlannedFile
 from dcp_pipeline.layout.marker import replaced_by_killed
 from dcp_pipeline.pipelines.job import Heartbeat, SaveJob
-from dcp_pipeline.pipelines.values import CoordinatorPlan, Share
+from dcp_pipeline.pipelines.values import CoordinatorPlan, Places, Share
 from dcp_pipeline.planning.base import GlobalPlan
 
 __all__ = ["agree", "answer_to", "same_everywhere", "start_save", "unpacked_plans"]
@@ -56,6 +59,13 @@ def agree(local_plan: ChunkTable | None, job: SaveJob, failure: BaseException | 
         unpacked["offsets"],
         unpacked["sizes"],
         header["total_bytes"],
+        None
+        if "files" not in header
+        else Places(
+            tuple((name, size) for name, size in header["files"]),
+            unpacked["file"],
+            unpacked["start"],
+        ),
     )
 
 
@@ -83,7 +93,10 @@ def _decide(messages: list[bytes], job: SaveJob, own: ChunkTable | None) -> list
     tables = unpacked_plans([blobs[0] for _, blobs in unframed], own, job.coordinator.rank)
     plan = job.parts.planner.global_plan(tables)
     start_save(job, plan, _empty(headers, plan))
-    return [answer_to(plan, rank, job.save_id) for rank in range(len(tables))]
+    if not isinstance(job.parts.layout, ExportLayout) or not job.parts.layout.shares_files:
+        return [answer_to(plan, rank, job.save_id) for rank in range(len(tables))]
+    files = plan_files(job, job.parts.layout, plan)
+    return [answer_to(plan, rank, job.save_id, files) for rank in range(len(tables))]
 
 
 def unpacked_plans(packed: list[bytes], own: ChunkTable, rank: int) -> list[ChunkTable]:
@@ -128,7 +141,8 @@ def start_save(
     save_id = uuid.uuid4().hex
     inherited = replaced_by_killed(directory, job.parts.storage.stale_after)
     replaced = inherited.union(layout.replaced_names(directory))
-    job.plan = CoordinatorPlan(plan, empty, record, superseded, replaced)
+    tokens = layout.watched(directory) if isinstance(layout, ExportLayout) else {}
+    job.plan = CoordinatorPlan(plan, empty, record, superseded, replaced, tokens)
     job.save_id = save_id
     stale_after = job.parts.storage.stale_after
     # Noted before there is anything, so that it is stopped wherever this is interrupted.
@@ -154,8 +168,24 @@ def _renamed(plan: GlobalPlan, keys: Column) -> dict[str, str]:
     }
 
 
-def answer_to(plan: GlobalPlan, rank: int, save_id: str) -> bytes:
-    """What the coordinator tells a rank: the save, and which chunks the rank writes."""
+def plan_files(job: SaveJob, layout: ExportLayout, plan: GlobalPlan) -> tuple[PlannedFile, ...]:
+    """On the coordinator: the files that all ranks write into."""
+    files = layout.plan_files(
+        job.directory, plan.names, plan.table.keys, job.save_id, job.parts.config.fingerprint
+    )
+    assert job.plan is not None
+    job.plan = replace(job.plan, files=tuple(files))
+    return job.plan.files
+
+
+def answer_to(
+    plan: GlobalPlan, rank: int, save_id: str, files: Sequence[PlannedFile] | None = None
+) -> bytes:
+    """What the coordinator tells a rank: the save, and which chunks the rank writes.
+
+    Args:
+        files: that are planned for all ranks; ``None`` where each makes its own.
+    """
     table = plan.table
     begin, end = np.searchsorted(table.owner, [rank, rank + 1])
     columns = {
@@ -168,4 +198,11 @@ def answer_to(plan: GlobalPlan, rank: int, save_id: str) -> bytes:
         "renamed": _renamed(plan, plan.keys[rank]),
         "total_bytes": int(plan.bytes_by_rank[rank]),
     }
+    if files is not None:
+        header["files"] = [[file.part, file.size] for file in files]
+        file_of, start_of = np.zeros((2, len(table.keys)), np.int64)
+        for number, file in enumerate(files):
+            file_of[list(file.keys)], start_of[list(file.keys)] = number, file.starts
+        keys = table.key[begin:end]
+        columns |= {"file": file_of[keys], "start": start_of[keys]}
     return frame(header, pack_columns(columns))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -24,9 +26,11 @@ from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.manifest import FileEntry, Manifest, SumsEntry, check_places
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
 from dcp_pipeline.core.table import ChunkTable
-from dcp_pipeline.layout.record import dead_names, names_in
+from dcp_pipeline.layout.export import ExportLayout
+from dcp_pipeline.layout.record import dead_names
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.steps.commit_outcome import say_outcome
+from dcp_pipeline.pipelines.steps.export_commit import fill_headers, is_published, shared_manifest
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Receipt, Share
 from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
@@ -92,6 +96,8 @@ def encode_receipt(receipt: Receipt) -> bytes:
 
 def _publish(messages: list[bytes], job: SaveJob) -> list[bytes]:
     """On the coordinator: check the receipts and commit."""
+    if isinstance(job.parts.layout, ExportLayout):
+        return _publish_export(messages, job, job.parts.layout)
     assert job.plan is not None and job.plan.plan is not None
     manifest = _assemble(messages, job.plan.plan, job)
     check_places(manifest)
@@ -106,6 +112,40 @@ def _publish(messages: list[bytes], job: SaveJob) -> list[bytes]:
     return answers
 
 
+def _publish_export(messages: list[bytes], job: SaveJob, layout: ExportLayout) -> list[bytes]:
+    """As :func:`_publish`, where the files' names and contents are those that others lay down."""
+    plan, directory = job.plan, job.directory
+    assert plan is not None and plan.plan is not None
+    if layout.shares_files:
+        manifest = shared_manifest(messages, job, versions())
+        fill_headers(job, layout, manifest)
+        parts = {file.final: file.part for file in plan.files}
+    else:
+        manifest = _assemble(messages, plan.plan, job)
+        manifest, parts = layout.named(manifest)
+    check_places(manifest)
+    publication = layout.publication(directory, manifest, parts)
+    tokens = {part: directory.token(part) for part, _ in publication.files}
+    expected = {**plan.tokens, **tokens}
+    _begin(job)
+    try:
+        directory.adopt(publication.files, publication.record, publication.removed, expected)
+    except ConcurrentSaveError:
+        raise
+    except BaseException as error:
+        if not is_published(directory, publication, tokens, _UNCERTAIN):
+            job.has_tried_to_commit = False
+            # Those that had their final names already are of no use to anybody.
+            job.written += [final for part, final in publication.files if final not in plan.tokens]
+            raise
+        _raise_unfinished(job, manifest, error)
+    job.committed = manifest
+    _tidy(job, plan)
+    answers = [b""] * job.coordinator.world_size
+    answers[job.coordinator.rank] = manifest.encode()
+    return answers
+
+
 def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None]]) -> bytes:
     """Replace the commit record and what goes with it, then tidy up; the record's bytes.
 
@@ -117,14 +157,7 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
     plan, directory, name = job.plan, job.directory, job.parts.layout.record
     assert plan is not None
     record = manifest.encode()
-    marker = job.parts.layout.marker_name(job.save_id)
-    if not directory.exists(marker):
-        raise ConcurrentSaveError(
-            f"{marker} is gone from {directory.location}: another process took this save for dead,"
-            " and removes what it has written. storage.stale_after_seconds says after how long"
-        )
-    job.ask_guard()
-    job.begin_commit()
+    _begin(job)
     try:
         directory.commit(name, record, plan.record, also)
     except ConcurrentSaveError:
@@ -133,20 +166,42 @@ def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None
         if not _is_committed(directory, name, record, plan.record, error):
             job.has_tried_to_commit = False
             raise
-        # A loss of power may bring the old one back, so its files stay.
-        job.committed = manifest
-        if not isinstance(error, Exception):
-            raise
-        raise UnfinishedCommitError(
-            f"{directory.location} holds the new checkpoint, but the save could not be finished:"
-            f" {str(error) or type(error).__name__}. It may not survive a loss of power, and"
-            " plain DCP may see the one before. Nothing was deleted; save once more",
-            directory.location,
-            getattr(error, "errno", None),
-        ) from error
+        _raise_unfinished(job, manifest, error)
     job.committed = manifest
-    _tidy(job, plan, record)
+    _tidy(job, plan)
     return record
+
+
+def _begin(job: SaveJob) -> None:
+    """The last look before the commit.
+
+    Raises:
+        ConcurrentSaveError: another process has given this save up.
+    """
+    marker = job.parts.layout.marker_name(job.save_id)
+    if not job.directory.exists(marker):
+        raise ConcurrentSaveError(
+            f"{marker} is gone from {job.directory.location}: another process took this save for"
+            " dead, and removes what it has written. storage.stale_after_seconds says after how"
+            " long"
+        )
+    job.ask_guard()
+    job.begin_commit()
+
+
+def _raise_unfinished(job: SaveJob, manifest: Manifest, error: BaseException) -> NoReturn:
+    # A loss of power may bring the old one back, so its files stay.
+    job.committed = manifest
+    if not isinstance(error, Exception):
+        raise error
+    location = job.directory.location
+    raise UnfinishedCommitError(
+        f"{location} holds the new checkpoint, but the save could not be finished:"
+        f" {str(error) or type(error).__name__}. It may not survive a loss of power, and plain DCP"
+        " may see the one before. Nothing was deleted; save once more",
+        location,
+        getattr(error, "errno", None),
+    ) from error
 
 
 def _is_committed(
@@ -244,31 +299,20 @@ def versions() -> dict[str, str]:
 def remove_dead_files(job: SaveJob) -> None:
     """Delete what saves have left whose processes are gone; never raises."""
     directory, layout = job.directory, job.parts.layout
-
-    def needed() -> set[str]:
-        if not directory.exists(layout.record):
-            return set()
-        return names_in(Manifest.decode(directory.read(layout.record)))
-
     try:
         stale_after = job.parts.storage.stale_after
+        needed = partial(layout.needed, directory)
         directory.delete(dead_names(directory, needed, stale_after, layout.save_of))
     except (CheckpointError, OSError) as error:
         logger.warning("files in %s could not be removed: %s", directory.location, error)
 
 
-def _tidy(job: SaveJob, plan: CoordinatorPlan, record: bytes) -> None:
+def _tidy(job: SaveJob, plan: CoordinatorPlan) -> None:
     """Delete what the replaced checkpoint and dead saves have left; never fails the save."""
     directory, layout = job.directory, job.parts.layout
-
-    def needed() -> set[str]:
-        found = directory.read(layout.record)
-        current = job.committed if found == record else Manifest.decode(found)
-        assert current is not None
-        return names_in(current)
-
     try:
         stale_after = job.parts.storage.stale_after
+        needed = partial(layout.needed, directory)
         dead = dead_names(directory, needed, stale_after, layout.save_of, own=job.save_id[:8])
         directory.delete([*dead, *(plan.replaced & set(directory.names()))])
         if plan.replaced:
