@@ -19,6 +19,7 @@ from dcp_pipeline.graph.node import Node
 from dcp_pipeline.pipelines.foreign_fit import fit_to
 from dcp_pipeline.state.fitting import FittingState
 from dcp_pipeline.state.flatten import is_stateful
+from dcp_pipeline.state.modules import give_state, state_of
 from dcp_pipeline.types.dcp import (
     LoadPlan,
     LoadPlanner,
@@ -106,7 +107,7 @@ def _collect(state: Mapping[str, Any]) -> dict[str, Any]:
 def expanded(value: Any) -> Any:
     """A state with ``Stateful`` objects expanded, as DCP's planners and stagers want it."""
     if is_stateful(value):
-        return expanded(value.state_dict())
+        return expanded(state_of(value))
     if type(value) is dict:
         return {key: expanded(child) for key, child in value.items()}
     return value
@@ -219,7 +220,7 @@ def _apply(state: dict[str, Any], collected: dict[str, Any], settled: bool) -> b
 
 def _applied(place: Any, value: Any) -> Any:
     if is_stateful(place):
-        place.load_state_dict(value)
+        give_state(place, value)
         return place
     if isinstance(place, FittingState):
         # What the caller still holds is what gets the values.

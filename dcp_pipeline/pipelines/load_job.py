@@ -19,6 +19,7 @@ from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.report import CastRecord
 from dcp_pipeline.pipelines.steps.mapped_view import MappedView
 from dcp_pipeline.state.flatten import Expanded, FlatState, Undo, assign
+from dcp_pipeline.state.modules import give_state
 from dcp_pipeline.state.placing import copied
 from dcp_pipeline.state.rng import RngState
 from dcp_pipeline.storage.base import Directory
@@ -93,7 +94,7 @@ class Rollback:
         """Note that an object within a :class:`RankLocal` is about to take its new state."""
         if self._mode != "none":
             steps = self._last if isinstance(owner, RngState) else self._local
-            steps.append((name, partial(owner.load_state_dict, self._old_states[id(owner)])))
+            steps.append((name, partial(give_state, owner, self._old_states[id(owner)])))
 
     def applying(self, entry: Expanded) -> None:
         """Note that an object is about to take its new state."""
@@ -124,7 +125,7 @@ class Rollback:
         # What others draw while they are put back must not be missing from the random states.
         for entry in sorted(reversed(self._expanded), key=_is_random):
             name = dotted(entry.path) or type(entry.owner).__name__
-            _try(partial(entry.owner.load_state_dict, entry.state), name, failed)
+            _try(partial(give_state, entry.owner, entry.state), name, failed)
         for name, step in reversed(self._last):
             _try(step, name, failed)
         self._copies.clear()

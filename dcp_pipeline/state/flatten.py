@@ -23,6 +23,7 @@ from dcp_pipeline.core.path import Component, Index, Path, dotted
 from dcp_pipeline.core.table import Kind
 from dcp_pipeline.state.fitting import Fit, FittingState
 from dcp_pipeline.state.leaf_kinds import is_stateful, is_wrapper, leaf_kind, parts_of
+from dcp_pipeline.state.modules import state_of
 from dcp_pipeline.state.rank_local import RankLocal, rank_key
 from dcp_pipeline.types.dcp import Stateful
 
@@ -198,7 +199,7 @@ def _walk(value: Any, path: Path, flat: FlatState, problems: list[str], above: l
             local = flat.add_local(path, value)
             _walk(value.value, local.inner, flat, problems, above)
     elif is_stateful(value):
-        state = value.state_dict()
+        state = state_of(value)
         flat.expanded.append(Expanded(path, value, state))
         _walk(state, path, flat, problems, above)
     elif not len(value):

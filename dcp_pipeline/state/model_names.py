@@ -1,7 +1,7 @@
 """Names of a model's parameters and buffers without what wrappers add to them.
 
-``torch.compile``, DDP, ``DataParallel``, activation checkpointing and FSDP1 each put a module of
-their own around the user's, whose name would end up in every key below it.
+``torch.compile``, DDP, ``DataParallel``, activation checkpointing, FSDP1 and averages of weights
+each put a module of their own around the user's, whose name would end up in every key below it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from dcp_pipeline.core.errors import StateError, list_some
 
@@ -26,7 +27,11 @@ _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
     (ActivationWrapper, "_checkpoint_wrapped_module"),
     (FullyShardedDataParallel, "_fsdp_wrapped_module"),
     (torch._dynamo.eval_frame.OptimizedModule, "_orig_mod"),
+    (AveragedModel, "module"),
 )
+_COUNT = "n_averaged"
+"""The buffer that an average has beside the user's module."""
+
 _ADDED = frozenset(name for _, name in _WRAPPERS)
 
 
@@ -64,6 +69,11 @@ class ModelNames:
         """``id`` of each parameter to the first of its names."""
         return {id(value): self.of(key) for key, value in self._model.named_parameters()}
 
+    @property
+    def are_changed(self) -> bool:
+        """Whether any name differs from its key."""
+        return any(spelled != name for spelled, name in self._prefixes.items())
+
     def keys(self, keys: Iterable[str]) -> dict[str, str]:
         """Name to key of the model's state dict.
 
@@ -97,6 +107,8 @@ class ModelNames:
 
     def _hidden(self, module: nn.Module) -> set[str]:
         hidden = {name for kind, name in _WRAPPERS if isinstance(module, kind)}
+        if isinstance(module, AveragedModel) and hasattr(module.module, _COUNT):
+            hidden.clear()  # an average of averages has two
         modifiers = getattr(module, self._modifiers, None)
         return hidden | set(modifiers().values()) if callable(modifiers) else hidden
 

@@ -28,7 +28,15 @@ logger = logging.getLogger("dcp_pipeline")
 _EXTRA_STATE = "_extra_state"
 """How torch calls what ``get_extra_state`` gives, behind the name of the module."""
 
-__all__ = ["IncompatibleKeys", "ModelState", "has_flat_parameters", "model_state", "put_into_model"]
+__all__ = [
+    "IncompatibleKeys",
+    "ModelState",
+    "fill_meta",
+    "has_flat_parameters",
+    "is_on_meta",
+    "model_state",
+    "put_into_model",
+]
 
 
 class IncompatibleKeys(NamedTuple):
@@ -154,7 +162,12 @@ def put_into_model(
         given = spread(given, find, check)
     else:
         check(given)
-    _load(model, {keys[name]: value for name, value in given.items() if name in keys}, own, names)
+    wanted = {keys[name]: value for name, value in given.items() if name in keys}
+    if is_on_meta(model):
+        fill_meta(model, wanted)
+    else:
+        with torch.no_grad():
+            model.load_state_dict(wanted, strict=False)
     missing = [name for name in keys if name not in given and name not in frozen]
     return IncompatibleKeys(missing, [name for name in given if name not in keys])
 
@@ -178,17 +191,24 @@ def _check(missing: list[str], unexpected: list[str]) -> None:
     raise kind("; ".join(lines), missing=missing, unexpected=unexpected)
 
 
-def _load(
-    model: nn.Module, state: dict[str, Any], own: Mapping[str, Any], names: ModelNames
-) -> None:
-    """Copy into the model's tensors; those on the meta device become what is given."""
-    is_meta = any(value.is_meta for value in (*model.parameters(), *model.buffers()))
-    if is_meta:
-        state = {key: _of_dtype(value, own[key]) for key, value in state.items()}
-    with torch.no_grad(), _same_objects() if is_meta else contextlib.nullcontext():
-        model.load_state_dict(state, strict=False, assign=is_meta)
-    if not is_meta:
-        return
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a part of a model has no memory."""
+    return any(value.is_meta for value in (*model.parameters(), *model.buffers()))
+
+
+def fill_meta(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Let a model's tensors, some of which are on the meta device, become what is given.
+
+    Parameters stay the same objects. What is left without values is named in a warning.
+
+    Args:
+        state: key of the model's own state dict to value.
+    """
+    own = model.state_dict()
+    given = {key: _of_dtype(value, own.get(key)) for key, value in state.items()}
+    with torch.no_grad(), _same_objects():
+        model.load_state_dict(given, strict=False, assign=True)
+    names = ModelNames(model)
     left = [
         names.of(key)
         for key, value in (*model.named_parameters(), *model.named_buffers())

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dcp_pipeline.state.leaf_kinds import is_stateful
+from dcp_pipeline.state.modules import give_state
 from dcp_pipeline.types.dcp import Stateful
 
 __all__ = ["copied", "placed", "with_objects"]
@@ -23,7 +24,7 @@ def placed(
     current: Any,
     saved: Any,
     undo: Callable[[Step], None] = lambda step: None,
-    load: Load = lambda owner, state: owner.load_state_dict(state),
+    load: Load = give_state,
 ) -> Any:
     """Make ``current`` what ``saved`` is; what stands in its place afterwards.
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dcp_pipeline.core.errors import MissingKeyError
 from dcp_pipeline.state.leaf_kinds import is_stateful
+from dcp_pipeline.state.modules import state_of
 from dcp_pipeline.state.placing import placed
 
 __all__ = ["OnResize", "RankLocal", "parse_rank_key", "rank_key"]
@@ -76,7 +77,7 @@ class RankLocal:
     def state_dict(self) -> dict[str, Any]:
         """This rank's value under its key, for plain DCP. Ranks count in the default group."""
         value = self.value
-        return {_own_key(): value.state_dict() if is_stateful(value) else value}
+        return {_own_key(): state_of(value) if is_stateful(value) else value}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's value from what plain DCP has loaded.

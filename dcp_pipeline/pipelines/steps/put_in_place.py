@@ -9,6 +9,7 @@ from typing import Any
 from dcp_pipeline.core.path import Path, dotted
 from dcp_pipeline.pipelines.load_job import Rollback
 from dcp_pipeline.state.flatten import FlatState, Local, Undo, assign, take_out
+from dcp_pipeline.state.modules import give_state
 from dcp_pipeline.state.placing import placed, with_objects
 from dcp_pipeline.state.rng import RngState
 from dcp_pipeline.types.dcp import Stateful
@@ -43,7 +44,7 @@ def put_in_place(template: FlatState, values: Mapping[Path, Any], rollback: Roll
             last.append((entry.owner, entry.state))
         rollback.applying(entry)
         if not isinstance(entry.owner, RngState):
-            entry.owner.load_state_dict(entry.state)
+            give_state(entry.owner, entry.state)
     for owner, state in last:
         owner.load_state_dict(state)
 
@@ -68,7 +69,7 @@ def _put_local(
         if isinstance(owner, RngState):
             last.append((owner, state))
         else:
-            owner.load_state_dict(state)
+            give_state(owner, state)
 
     before = local.owner.value
     after = placed(before, tree[local.key], partial(rollback.placing, name), load)
