@@ -33,7 +33,11 @@ class HuggingFaceStorageReader(FileSystemReader):
     def _set_up(
         self, path: str | os.PathLike[str], thread_count: int, layout: dict[str, Any]
     ) -> None:
-        config = {"layout": layout, "storage": {"thread_count": thread_count}}
+        config = {
+            "layout": layout,
+            "serialization": "safetensors",
+            "storage": {"thread_count": thread_count},
+        }
         super().__init__(path, config=config)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -44,8 +48,8 @@ class HuggingFaceStorageReader(FileSystemReader):
 class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     """Reads float8 in blocks and MXFP4 as the numbers that they stand for.
 
-    The results have the keys of the codes, ``x.weight`` and ``x_blocks``. Codes may lie in one file,
-    and their scales in another.
+    The results have the keys of the codes, ``x.weight`` and ``x_blocks``. Codes may lie in one
+    file, and their scales in another.
 
     Args:
         path, thread_count: as in :class:`HuggingFaceStorageReader`.
