@@ -122,6 +122,24 @@ class PipelineConfig(FrozenModel):
     read_replicas: Literal["each", "once", "auto"] = "auto"
     fingerprint: bool = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_what_is_demanded(cls, data: Any) -> Any:
+        """A group that is left out takes the kind that a chosen one needs, if not its default."""
+        if not isinstance(data, Mapping):
+            return data
+        filled = dict(data)
+        for group in GROUPS:
+            if group not in data:
+                continue
+            default: KindConfig = cls.model_fields[group].get_default(call_default_factory=True)
+            chosen = kind_config(group, default.kind, data[group])
+            for other, allowed in chosen.works_with.items():
+                of_other = cls.model_fields[other].get_default(call_default_factory=True).kind
+                if other not in filled and of_other not in allowed:
+                    filled[other] = allowed[0]
+        return filled
+
     @model_validator(mode="after")
     def _kinds_go_together(self) -> Self:
         problems = list(self._refused_combinations())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -11,8 +12,9 @@ from dcp_pipeline.core.kind import Bytes, KindConfig
 if TYPE_CHECKING:
     from dcp_pipeline.layout.dcp import DcpLayout
     from dcp_pipeline.layout.huggingface import HuggingFaceLayout
+    from dcp_pipeline.layout.mega import MegaLayout
 
-__all__ = ["DcpLayoutConfig", "HuggingFaceLayoutConfig"]
+__all__ = ["DcpLayoutConfig", "HuggingFaceLayoutConfig", "MegaLayoutConfig"]
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 4 * 1024, 16 * 1024**2
 
@@ -64,14 +66,50 @@ class HuggingFaceLayoutConfig(KindConfig):
             leaves codes and scales as they are.
         block_size: rows and columns of float8 that share a scale; ``null`` for what ``config.json``
             says, or 128.
+        max_shard_size: bytes that a written file holds at most, but for one larger tensor.
+        fqn_to_index_mapping: the number of the file, from 1 on, that each key is written to.
+        tied: a tensor that shares another's memory is left out (``drop``), and named in the
+            metadata for our own loads, or written again (``write``).
+        assets: directory that ``config.json``, ``generation_config.json`` and the tokenizer's files
+            are copied from.
     """
 
+    works_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"serialization": ("safetensors",)}
     kind: Literal["huggingface"] = "huggingface"
     dequantize: Literal["none", "bfloat16", "float16", "float32"] = "none"
     block_size: int | None = Field(default=None, ge=1, lt=1 << 31)
+    max_shard_size: Bytes = 5 * 10**9
+    fqn_to_index_mapping: dict[str, Annotated[int, Field(ge=1, lt=100_000)]] | None = None
+    tied: Literal["drop", "write"] = "drop"
+    assets: str | None = None
 
     def build(self) -> HuggingFaceLayout:
         """Make the layout."""
         from dcp_pipeline.layout.huggingface import HuggingFaceLayout
 
-        return HuggingFaceLayout(dequantize=self.dequantize, block_size=self.block_size)
+        return HuggingFaceLayout(
+            dequantize=self.dequantize,
+            block_size=self.block_size,
+            max_shard_bytes=self.max_shard_size,
+            file_of=self.fqn_to_index_mapping,
+            tied=self.tied,
+            assets=self.assets,
+        )
+
+
+class MegaLayoutConfig(KindConfig):
+    """A repository of MEGA files: ``model.mega``, or shards and ``model.mega.index.json``.
+
+    Attributes:
+        verify: compare what is read with the checksums of the format, where there are any; a part
+            of a tensor is then read with all that its checksum covers.
+    """
+
+    kind: Literal["mega"] = "mega"
+    verify: bool = True
+
+    def build(self) -> MegaLayout:
+        """Make the layout."""
+        from dcp_pipeline.layout.mega import MegaLayout
+
+        return MegaLayout(verify=self.verify)

@@ -65,10 +65,12 @@ class ExportLayout(Layout):
     Attributes:
         shares_files: whether ranks write their ranges of files that are planned for all of them,
             or each its own files.
+        writes_ties: whether a tensor that shares another's memory is written again.
     """
 
     is_export: ClassVar[bool] = True
     shares_files: ClassVar[bool]
+    writes_ties: bool = False
 
     def sums_name(self, rank: int, save_id: str) -> str:
         raise CheckpointError(f"layout {self.kind!r} has no files with digests")
@@ -130,17 +132,26 @@ class ExportLayout(Layout):
     ) -> bytes:
         """The bytes of a planned file in front of its elements."""
 
+    def attachments(self) -> list[tuple[str, bytes]]:
+        """Names and contents of small files that are published with the others."""
+        return []
+
     def named(self, manifest: Manifest) -> tuple[Manifest, dict[str, str]]:
         """Where each rank makes its own files: their final names, and those they have by now."""
         raise CheckpointError(f"the ranks share the files of layout {self.kind!r}")
 
     @abstractmethod
     def publication(
-        self, directory: Directory, manifest: Manifest, files: Mapping[str, str]
+        self,
+        directory: Directory,
+        manifest: Manifest,
+        files: Mapping[str, str],
+        planned: Sequence[PlannedFile],
     ) -> Publication:
         """How the commit makes the files of a manifest count.
 
         Args:
             manifest: of the new checkpoint, with its files' final names.
-            files: the name of each until then, by final name.
+            files: the name of each until then, by final name; attachments among them.
+            planned: files that ranks share.
         """

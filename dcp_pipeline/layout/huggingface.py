@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import ClassVar, NoReturn
+from collections.abc import Mapping
+from typing import ClassVar
 
-from dcp_pipeline.core.errors import ConfigError
 from dcp_pipeline.core.manifest import Manifest
-from dcp_pipeline.layout.base import Layout
 from dcp_pipeline.layout.huggingface_index import block_size
 from dcp_pipeline.layout.huggingface_quantized import dequantized
 from dcp_pipeline.layout.huggingface_reading import manifest_of, read_repository
+from dcp_pipeline.layout.huggingface_writing import HuggingFaceWriting
 from dcp_pipeline.storage.base import Directory
 
 __all__ = ["HuggingFaceLayout"]
 
 
-class HuggingFaceLayout(Layout):
-    """Flat tensors in ``*.safetensors``, or in ``pytorch_model.bin``; no digests.
+class HuggingFaceLayout(HuggingFaceWriting):
+    """Flat tensors in ``*.safetensors``, or, to be read alone, in ``pytorch_model.bin``.
 
     Args:
+        max_shard_bytes, file_of, tied, assets: see :class:`HuggingFaceWriting`.
         dequantize: dtype that codes and scales are read as; ``none`` leaves them as they are.
         block_size: rows and columns of a block of float8 that share a scale; ``None`` for what
             ``config.json`` says, or 128.
     """
 
     kind: ClassVar[str] = "huggingface"
-    record: ClassVar[str] = "model.safetensors.index.json"
     follows_links: ClassVar[bool] = True
 
-    def __init__(self, dequantize: str = "none", block_size: int | None = None) -> None:
-        self.checksum = "xxh3_64"
-        self.block_bytes = 64 << 10
+    def __init__(
+        self,
+        dequantize: str = "none",
+        block_size: int | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+        file_of: Mapping[str, int] | None = None,
+        tied: str = "drop",
+        assets: str | None = None,
+    ) -> None:
+        super().__init__(max_shard_bytes, file_of, tied, assets)
         self._dequantize = dequantize
         self._block_size = block_size
 
@@ -43,36 +49,3 @@ class HuggingFaceLayout(Layout):
         block = block_size(directory) if size is None else (size, size)
         quantized = dequantized(found, self._dequantize, block)
         return manifest_of(found, directory.location, quantized)
-
-    def data_name(self, rank: int, number: int, save_id: str, extension: str) -> str:
-        _refuse()
-
-    def sums_name(self, rank: int, save_id: str) -> str:
-        _refuse()
-
-    def marker_name(self, save_id: str) -> str:
-        _refuse()
-
-    def companions(
-        self, manifest: Manifest, location: str, dcp_reads: bool
-    ) -> tuple[Manifest, list[tuple[str, bytes | None]]]:
-        _refuse()
-
-    def current(self, directory: Directory) -> tuple[bytes | None, str | None]:
-        _refuse()
-
-    def replaced_names(self, directory: Directory) -> Collection[str]:
-        _refuse()
-
-    def needed(self, directory: Directory) -> Collection[str]:
-        _refuse()
-
-    def committed_save(self, directory: Directory) -> str | None:
-        _refuse()
-
-    def save_of(self, name: str) -> str | None:
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise ConfigError("layout huggingface reads repositories, and writes none", "layout")

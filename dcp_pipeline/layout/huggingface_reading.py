@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -29,6 +30,7 @@ from dcp_pipeline.core.errors import (
     UnsafeCheckpointError,
     list_some,
 )
+from dcp_pipeline.core.fingerprint import Fingerprint, make_fingerprint
 from dcp_pipeline.core.manifest import FileEntry, Manifest
 from dcp_pipeline.core.path import check_paths
 from dcp_pipeline.core.places import check_places
@@ -36,9 +38,14 @@ from dcp_pipeline.core.quantized import Quantized
 from dcp_pipeline.core.table import ChunkTable, KeySpec, Kind
 from dcp_pipeline.core.tiling import tiling_problems
 from dcp_pipeline.formats.bounded_json import parse_object
-from dcp_pipeline.formats.safetensors import parse_header, torch_dtype_and_shape
+from dcp_pipeline.formats.safetensors import (
+    SafetensorsHeader,
+    parse_header,
+    torch_dtype_and_shape,
+)
 from dcp_pipeline.formats.torch_zip import StoredTensor, parse_state_zip
 from dcp_pipeline.layout.huggingface_index import ModelFiles, find_files
+from dcp_pipeline.layout.huggingface_writing import FINGERPRINTS, SAVE_ID
 from dcp_pipeline.storage.base import Directory, Source
 from dcp_pipeline.types.dtypes import dtype_name
 
@@ -48,6 +55,7 @@ logger = logging.getLogger("dcp_pipeline")
 
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 _MOST_INFO_BYTES = 100_000_000
+_SAVE = re.compile(r"[0-9a-f]{32}")
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
@@ -81,10 +89,16 @@ class Repository:
     Attributes:
         files: their names and sizes.
         chunks: of each key.
+        ties: keys that are another one by a second name, which the files do not hold again.
+        fingerprints: of tensors, 16 hexadecimal digits each, where a save of ours has left them.
+        save_ids: of the saves of ours that have written the files; ``None`` for others.
     """
 
     files: list[FileEntry] = field(default_factory=list)
     chunks: dict[str, list[StoredChunk]] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    save_ids: set[str | None] = field(default_factory=set)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Sizes of the whole tensor."""
@@ -126,8 +140,12 @@ def _read_file(directory: Directory, name: str, found: Repository, model: ModelF
     number = len(found.files)
     with source, _naming(name):
         found.files.append(FileEntry(name, source.size))
-        read = _safetensors if name.endswith(".safetensors") else _torch_zip
-        for key, chunk in read(source, number):
+        stored = (
+            _safetensors(source, number, found)
+            if name.endswith(".safetensors")
+            else _torch_zip(source, number)
+        )
+        for key, chunk in stored:
             expected = None if model.weight_map is None else model.weight_map.get(key, name)
             if expected not in (None, name):
                 raise FormatError(f"it holds {key!r}, which {model.index} places in {expected!r}")
@@ -152,8 +170,11 @@ def _reader(source: Source) -> Any:
     return read
 
 
-def _safetensors(source: Source, number: int) -> Iterator[tuple[str, StoredChunk]]:
+def _safetensors(
+    source: Source, number: int, found: Repository
+) -> Iterator[tuple[str, StoredChunk]]:
     header = parse_header(_reader(source), source.size)
+    _note_metadata(header, found)
     info = header.metadata.get(_SHARDING_INFO)
     places = None
     if info:
@@ -166,6 +187,21 @@ def _safetensors(source: Source, number: int) -> Iterator[tuple[str, StoredChunk
             offsets = _saved_offsets(places.get(entry.name), entry.name, len(sizes))
         length = entry.end - entry.begin
         yield entry.name, StoredChunk(dtype, offsets, sizes, number, entry.begin, length)
+
+
+def _note_metadata(header: SafetensorsHeader, found: Repository) -> None:
+    """What a save of ours, or ``safetensors.torch.save_model``, has said of the tensors."""
+    keys = [entry.name for entry in header.entries]
+    inside = set(keys)
+    for name, text in header.metadata.items():
+        if text in inside and name not in inside:
+            found.ties[name] = text
+    save_id = header.metadata.get(SAVE_ID, "")
+    found.save_ids.add(save_id if _SAVE.fullmatch(save_id) else None)
+    words = header.metadata.get(FINGERPRINTS, "")
+    if len(words) == 16 * len(keys) and not set(words) - set("0123456789abcdef"):
+        parts = (words[start : start + 16] for start in range(0, len(words), 16))
+        found.fingerprints |= dict(zip(keys, parts, strict=True))
 
 
 def _saved_offsets(place: object, key: str, dimensions: int) -> tuple[int, ...]:
@@ -267,11 +303,15 @@ def manifest_of(
         same_as = chunks[0].same_as if len(chunks) == 1 else None
         alias = -1 if same_as is None else numbers[same_as]
         specs.append(KeySpec((name,), Kind.TENSOR, chunks[0].dtype, found.shape(name), alias))
+    for name, other in found.ties.items():
+        if name not in numbers and specs[numbers[other]].alias < 0:
+            names.append(name)
+            specs.append(replace(specs[numbers[other]], path=(name,), alias=numbers[other]))
     check_paths([spec.path for spec in specs])
     rows = [
         (key, one)
         for key, (spec, name) in enumerate(zip(specs, names, strict=True))
-        for one in found.chunks[name]
+        for one in found.chunks.get(name, ())
         if 0 not in one.sizes and spec.alias < 0
     ]
     table = ChunkTable.build(
@@ -290,7 +330,7 @@ def manifest_of(
         )
     is_safe = all(entry.name.endswith(".safetensors") for entry in found.files)
     manifest = Manifest(
-        save_id="",
+        save_id=_save_id(found),
         created=0.0,
         world_size=0,
         serialization="safetensors" if is_safe else "torch_save",
@@ -298,7 +338,24 @@ def manifest_of(
         names=tuple(names),
         table=table.sort(),
         files=tuple(found.files),
+        fingerprint=None if quantized else _fingerprint(found, names, specs),
         quantized={numbers[name]: one for name, one in (quantized or {}).items()},
     )
     check_places(manifest)
     return manifest
+
+
+def _save_id(found: Repository) -> str:
+    """Of the one save that has written all files; nothing where there is no such save."""
+    (save_id, *others) = found.save_ids or {None}
+    return "" if others or save_id is None else save_id
+
+
+def _fingerprint(found: Repository, names: list[str], specs: list[KeySpec]) -> Fingerprint | None:
+    kept = [
+        names[spec.alias] if spec.alias >= 0 else name
+        for name, spec in zip(names, specs, strict=True)
+    ]
+    if not all(name in found.fingerprints for name in kept):
+        return None
+    return make_fingerprint(names, specs, [int(found.fingerprints[name], 16) for name in kept])

@@ -16,6 +16,7 @@ from dcp_pipeline.pipelines.steps import (
     save_commit,
     save_plan,
     save_write,
+    untie,
 )
 from dcp_pipeline.pipelines.values import Receipt
 
@@ -51,6 +52,8 @@ def save_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
         # Names, shapes and dtypes as the checkpoint is to have them; views, nothing is copied.
         mapping = Node("map", map_entries.map_entries, ("entries", "job"), ("entries",))
         graph = graph.through("entries", mapping)
+    if isinstance(parts.layout, ExportLayout) and parts.layout.writes_ties:
+        graph = graph.through("entries", Node("untie", untie.untie, ("entries",), ("entries",)))
     return graph.adding(*extra)
 
 

@@ -14,7 +14,7 @@ from dcp_pipeline.core.fingerprint import Fingerprint, make_fingerprint
 from dcp_pipeline.core.framing import unframe
 from dcp_pipeline.core.manifest import FileEntry, Manifest
 from dcp_pipeline.core.table import ChunkTable
-from dcp_pipeline.layout.export import ExportLayout, PlannedFile, Publication
+from dcp_pipeline.layout.export import ExportLayout, PlannedFile, Publication, part_name
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
@@ -62,6 +62,7 @@ def _whole_tensors(plan: GlobalPlan, files: Sequence[PlannedFile]) -> ChunkTable
         (key, number, start)
         for number, file in enumerate(files)
         for key, start in zip(file.keys, file.starts, strict=True)
+        if 0 not in specs[key].shape
     ]
     keys = [key for key, _, _ in rows]
     shapes = [specs[key].shape for key in keys]
@@ -81,9 +82,14 @@ def _fingerprint(plan: GlobalPlan, words: list[bytes]) -> Fingerprint:
     return make_fingerprint(plan.names, keys, fingerprints_of(plan.table, parts))
 
 
-def fill_headers(job: SaveJob, layout: ExportLayout, manifest: Manifest) -> None:
-    """Write what stands in front of the elements, the last bytes that the files lack."""
+def fill_headers(job: SaveJob, layout: ExportLayout, manifest: Manifest) -> dict[str, str]:
+    """Write what stands in front of the elements, the last bytes that the files lack.
+
+    Returns:
+        The name that each file has until the commit, by final name; attachments among them.
+    """
     assert job.plan is not None
+    files = {file.final: file.part for file in job.plan.files}
     for file in job.plan.files:
         header = layout.header(
             file, manifest.names, manifest.table.keys, job.save_id, manifest.fingerprint
@@ -91,7 +97,13 @@ def fill_headers(job: SaveJob, layout: ExportLayout, manifest: Manifest) -> None
         job.written.append(file.part)
         with job.directory.open_ranges(file.part, file.size) as writer:
             writer.write(0, memoryview(header))
+    for final, data in layout.attachments():
+        part = part_name(final, job.save_id)
+        job.written.append(part)
+        job.directory.put(part, data)
+        files[final] = part
     job.directory.sync()
+    return files
 
 
 def is_published(

@@ -118,13 +118,12 @@ def _publish_export(messages: list[bytes], job: SaveJob, layout: ExportLayout) -
     assert plan is not None and plan.plan is not None
     if layout.shares_files:
         manifest = shared_manifest(messages, job, versions())
-        fill_headers(job, layout, manifest)
-        parts = {file.final: file.part for file in plan.files}
+        parts = fill_headers(job, layout, manifest)
     else:
         manifest = _assemble(messages, plan.plan, job)
         manifest, parts = layout.named(manifest)
     check_places(manifest)
-    publication = layout.publication(directory, manifest, parts)
+    publication = layout.publication(directory, manifest, parts, plan.files)
     tokens = {part: directory.token(part) for part, _ in publication.files}
     expected = {**plan.tokens, **tokens}
     _begin(job)

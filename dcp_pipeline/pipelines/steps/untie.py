@@ -1,0 +1,17 @@
+"""Node ``untie`` of an export: every name gets elements of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dcp_pipeline.types.entries import Entries
+
+__all__ = ["untie"]
+
+
+def untie(entries: Entries) -> Entries:
+    """Entries of which none is another one by a second name."""
+    return Entries(
+        replace(entry, alias=-1, pieces=entries[entry.alias].pieces) if entry.alias >= 0 else entry
+        for entry in entries
+    )
