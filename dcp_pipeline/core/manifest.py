@@ -35,6 +35,8 @@ __all__ = [
     "MetadataEntry",
     "SumsEntry",
     "check_places",
+    "decode_keys",
+    "encode_key",
     "safe_name",
     "safe_relative_name",
 ]
@@ -137,7 +139,7 @@ class Manifest:
             "config": dict(self.config),
             "notes": dict(self.notes),
             "fingerprint": self.fingerprint and encode_fingerprint(self.fingerprint, self.names),
-            "keys": [_encode_key(*row) for row in zip(self.names, self.table.keys, strict=True)],
+            "keys": [encode_key(*row) for row in zip(self.names, self.table.keys, strict=True)],
             "empty": [[encode_path(path), kind] for path, kind in self.empty],
             "files": [[entry.name, entry.size] for entry in self.files],
             "sums": [[entry.name, entry.size, entry.digest] for entry in self.sums],
@@ -218,7 +220,8 @@ def _plain(entry: MetadataEntry) -> dict[str, object]:
     return {"size": entry.size, "digest": entry.digest}
 
 
-def _encode_key(name: str, spec: KeySpec) -> dict[str, object]:
+def encode_key(name: str, spec: KeySpec) -> dict[str, object]:
+    """A key as plain JSON data."""
     encoded: dict[str, object] = {"name": name, "path": encode_path(spec.path)}
     if spec.kind is not Kind.TENSOR:
         encoded["kind"] = spec.kind.value
@@ -261,7 +264,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _decode(members: dict[str, Any]) -> Manifest:
-    names, specs = _decode_keys(members["keys"])
+    names, specs = decode_keys(members["keys"])
     packed = base64.b64decode(members["chunks"]["packed"], validate=True)
     table = ChunkTable.from_columns(specs, unpack_columns(packed))
     if len(table) != members["chunks"]["count"]:
@@ -307,7 +310,12 @@ def _decode(members: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _decode_keys(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tuple[KeySpec, ...]]:
+def decode_keys(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tuple[KeySpec, ...]]:
+    """Names and keys from what :func:`encode_key` makes of them, checked as far as they go.
+
+    Raises:
+        FormatError: they contradict themselves. Members of other types make whatever error.
+    """
     names, specs = [], []
     for row in rows:
         dtype, shape = row.get("dtype"), tuple(_size(extent) for extent in row.get("shape", ()))

@@ -50,12 +50,14 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "single_process": "dcp_pipeline.coordination.config:SingleProcessConfig",
     },
     "serialization": {
+        "mega": "dcp_pipeline.serialization.config:MegaConfig",
         "safetensors": "dcp_pipeline.serialization.config:SafetensorsConfig",
         "torch_save": "dcp_pipeline.serialization.config:TorchSaveConfig",
     },
     "layout": {
         "dcp": "dcp_pipeline.layout.config:DcpLayoutConfig",
         "huggingface": "dcp_pipeline.layout.config:HuggingFaceLayoutConfig",
+        "mega": "dcp_pipeline.layout.config:MegaLayoutConfig",
     },
     "storage": {
         "filesystem": "dcp_pipeline.storage.config:FileSystemConfig",
@@ -120,7 +122,7 @@ def kinds(group: str) -> tuple[str, ...]:
     """Return the names of a group's kinds, sorted; no entry point is loaded.
 
     >>> kinds("serialization")
-    ('safetensors', 'torch_save')
+    ('mega', 'safetensors', 'torch_save')
     """
     ours = _built_in(group)
     added = (kind for of, kind in _registered if of == group)

@@ -46,10 +46,18 @@ class Serialization(ABC):
 
     @abstractmethod
     def image(self, items: Sequence[Item]) -> FileImage:
-        """Lay the items out in one file, in the order given."""
+        """Lay the items out in one file, tensors in the order given; values may go before them."""
 
     def check_name(self, name: str) -> None:
         """Look at the name of a key before anything is written.
+
+        Raises:
+            UnsupportedLeafError: it cannot be stored.
+        """
+        return None
+
+    def check_dtype(self, dtype_name: str) -> None:
+        """Look at the dtype of a tensor, as torch names it, before anything is written.
 
         Raises:
             UnsupportedLeafError: it cannot be stored.

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
-from dcp_pipeline.core.kind import KindConfig, Names
+from dcp_pipeline.core.kind import Bytes, KindConfig, Names
 
 if TYPE_CHECKING:
+    from dcp_pipeline.serialization.mega import MegaSerialization
     from dcp_pipeline.serialization.safetensors import SafetensorsSerialization
     from dcp_pipeline.serialization.torch_save import TorchSaveSerialization
 
-__all__ = ["SafetensorsConfig", "TorchSaveConfig"]
+__all__ = ["MegaConfig", "SafetensorsConfig", "TorchSaveConfig"]
+
+_LARGEST_ALIGNMENT = 1 << 20
+_SMALLEST_CHUNK = 64 << 10
 
 
 def _dotted(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -53,3 +57,31 @@ class SafetensorsConfig(KindConfig):
         from dcp_pipeline.serialization.safetensors import SafetensorsSerialization
 
         return SafetensorsSerialization()
+
+
+def _aligned(nbytes: int) -> int:
+    if nbytes & (nbytes - 1) or nbytes > _LARGEST_ALIGNMENT:
+        raise ValueError("expected a power of two up to 1MiB")
+    return nbytes
+
+
+class MegaConfig(KindConfig):
+    """Every data file is a MEGA file, and nothing is pickled anywhere.
+
+    Attributes:
+        checksum: of the format itself, beside the digests of the layout: other readers of MEGA
+            find it in the file.
+        chunk_bytes: tensors with more bytes are cut into chunks, each with a checksum of its own.
+        alignment: the elements begin at a multiple of it in the file, bytes.
+    """
+
+    kind: Literal["mega"] = "mega"
+    checksum: Literal["none", "crc32", "sha256"] = "crc32"
+    chunk_bytes: Annotated[Bytes, Field(ge=_SMALLEST_CHUNK)] = 16 << 20
+    alignment: Annotated[Bytes, AfterValidator(_aligned)] = 4096
+
+    def build(self) -> MegaSerialization:
+        """Make the serialization."""
+        from dcp_pipeline.serialization.mega import MegaSerialization
+
+        return MegaSerialization(self.checksum, self.chunk_bytes, self.alignment)

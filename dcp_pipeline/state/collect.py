@@ -25,17 +25,21 @@ EncodeValue = Callable[[Any], tuple[bytes, int]]
 """A value's stored bytes and the digest of its meaning; raises for what cannot be stored."""
 
 
-def _any_name(name: str) -> None:
+def _any(name: str) -> None:
     return None
 
 
 def collect(
-    flat: FlatState, encode_value: EncodeValue, check_name: Callable[[str], None] = _any_name
+    flat: FlatState,
+    encode_value: EncodeValue,
+    check_name: Callable[[str], None] = _any,
+    check_dtype: Callable[[str], None] = _any,
 ) -> Entries:
     """The entries of a flattened state.
 
     Args:
-        check_name: raises ``UnsupportedLeafError`` for the name of a key that cannot be written.
+        check_name, check_dtype: raise ``UnsupportedLeafError`` for the name of a key, or for the
+            dtype of a tensor, that cannot be written.
 
     Raises:
         UnsupportedLeafError: one message for every leaf that cannot be stored.
@@ -46,6 +50,8 @@ def collect(
         try:
             check_name(dotted(leaf.path))
             entry = _entry(leaf, encode_value)
+            if entry.dtype is not None:
+                check_dtype(entry.dtype)
             entries.append(entry if flat.local_at(leaf.path) is None else _of_one_rank(leaf, entry))
         except CheckpointError as error:
             problems.append(f"{dotted(leaf.path)!r} is {error}")

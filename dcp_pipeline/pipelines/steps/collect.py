@@ -22,11 +22,10 @@ def collect_entries(state: Any, job: SaveJob) -> Entries:
     flat = taken_apart(state, job.coordinator)
     job.empty = [(path, kind) for path, kind in flat.empty if path]
     serialization = job.parts.serialization
+    checks = (serialization.check_name, serialization.check_dtype)
     if job.coordinator.world_size > 1 or job.parts.config.fingerprint:
-        return collect(flat, serialization.encode_comparable, serialization.check_name)
-    return collect(
-        flat, lambda value: (serialization.encode_value(value), 0), serialization.check_name
-    )
+        return collect(flat, serialization.encode_comparable, *checks)
+    return collect(flat, lambda value: (serialization.encode_value(value), 0), *checks)
 
 
 def taken_apart(state: Any, coordinator: Coordinator) -> FlatState:

@@ -183,9 +183,10 @@ def step_views(data: memoryview, multiple: int = 1) -> Iterator[memoryview]:
 
 
 def _contributions(items: list[Item], image: FileImage) -> Contributions:
-    lengths = [0 if item.dtype is None else _nbytes(item) for item in items]
-    starts = (image.offset + image.payload).tolist()
-    return Contributions(starts, lengths, lambda row: box_of(items[row]))
+    tensors = [row for row, item in enumerate(items) if item.dtype is not None]
+    starts = (image.offset + image.payload)[tensors].tolist()
+    lengths = [_nbytes(items[row]) for row in tensors]
+    return Contributions(starts, lengths, lambda number: box_of(items[tensors[number]]))
 
 
 def box_of(item: Item) -> Box:
@@ -198,8 +199,9 @@ def _words(items: list[Item], taken: Contributions | None) -> Words:
     """Per item what it adds to the fingerprint of its key, nothing where that was not taken."""
     if taken is None:
         return np.zeros(0, np.uint64)
-    words, _ = taken.result()
-    return words | np.asarray([item.digest for item in items], np.int64).view(np.uint64)
+    words = np.asarray([item.digest for item in items], np.int64).view(np.uint64)
+    words[[item.dtype is not None for item in items]] = taken.result()[0]
+    return words
 
 
 def _write_sums(job: SaveJob, sums: list[BlockSums]) -> SumsEntry:

@@ -1,0 +1,195 @@
+"""Data files that are valid MEGA files, with no pickle anywhere.
+
+A value is a key/value of the file, of a type of the format's own where one fits exactly, and else
+typed JSON. A box of a tensor is named by its key, with its offsets where it is not the whole
+tensor; a key/value says which box of which tensor it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from dcp_pipeline.core.dtypes import ITEM_SIZES
+from dcp_pipeline.core.errors import UnsupportedLeafError
+from dcp_pipeline.core.spans import Span
+from dcp_pipeline.formats import mega_values
+from dcp_pipeline.formats.mega_encode import Header, MegaEntry, dtype_code, encode_mega
+from dcp_pipeline.formats.mega_keys import BOXES_KEY, value_key
+from dcp_pipeline.formats.spans import Checksum
+from dcp_pipeline.formats.typed_json import decode, encode
+from dcp_pipeline.serialization.base import FileImage, Serialization
+from dcp_pipeline.types.entries import Item
+from dcp_pipeline.types.memory import segments_of
+
+__all__ = ["MegaSerialization"]
+
+_JSON: Final = "dcp_pipeline.json:"
+"""What text begins with that is the typed JSON of a value."""
+
+# The format finds its footer by what stands 68 bytes before the end of a file: no elements may.
+_TAIL: Final = bytes(68)
+_MULTIPLE = 16  # of every size of an element
+
+
+class MegaSerialization(Serialization):
+    """One MEGA file per data file.
+
+    Args:
+        checksum: of the format itself: ``none``, ``crc32`` or ``sha256``. It stands before the
+            elements, which are therefore looked at twice.
+        chunk_bytes: tensors with more bytes are cut into chunks, each with its checksum.
+        alignment: of the first element in the file, bytes.
+    """
+
+    kind: ClassVar[str] = "mega"
+    extension: ClassVar[str] = ".mega"
+    dcp_reads: ClassVar[bool] = False
+
+    def __init__(
+        self, checksum: str = "crc32", chunk_bytes: int = 16 << 20, alignment: int = 4096
+    ) -> None:
+        self._checksum = "" if checksum == "none" else checksum
+        self._chunk_bytes = chunk_bytes // _MULTIPLE * _MULTIPLE
+        self._alignment = alignment
+
+    def check_name(self, name: str) -> None:
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UnsupportedLeafError(
+                "a value whose key has a lone surrogate, which MEGA cannot hold"
+            ) from error
+
+    def check_dtype(self, dtype_name: str) -> None:
+        dtype_code(dtype_name)
+
+    def encode_value(self, value: Any) -> bytes:
+        if type(value) is not str or not (value.startswith(_JSON) or _is_torn(value)):
+            encoded = mega_values.encode_value(value)
+            if encoded is not None:
+                return encoded
+        text = mega_values.encode_value(_JSON + encode(value).decode("ascii"))
+        assert text is not None
+        return text
+
+    def decode_value(self, data: bytes) -> Any:
+        value = mega_values.decode_value(data)
+        if isinstance(value, str) and value.startswith(_JSON):
+            return decode(value.removeprefix(_JSON).encode())
+        return value
+
+    def image(self, items: Sequence[Item]) -> FileImage:
+        tensors = [item for item in items if item.dtype is not None]
+        entries, size = self._entries(tensors)
+        values = {value_key(item.name): item.data for item in items if isinstance(item.data, bytes)}
+        header = encode_mega(entries, values | _boxes(entries, tensors), self._alignment)
+        start = len(header.data)
+        places = _places(items, entries, header)
+
+        def segments() -> Iterator[memoryview]:
+            yield memoryview(header.data)
+            for item in tensors:
+                assert not isinstance(item.data, bytes)
+                yield from segments_of(item.data)
+            yield memoryview(_TAIL)
+
+        columns = np.asarray(places, np.int64).reshape(-1, 2)
+        return FileImage(
+            start + size + len(_TAIL),
+            columns[:, 0].copy(),
+            columns[:, 1].copy(),
+            np.zeros(len(items), np.int64),
+            segments,
+        )
+
+    def _entries(self, tensors: Sequence[Item]) -> tuple[list[MegaEntry], int]:
+        """The tensors of a file, and the bytes of all."""
+        taken: set[str] = set()
+        entries, offset = [], 0
+        for item in tensors:
+            assert item.dtype is not None and not isinstance(item.data, bytes)
+            nbytes = int(np.prod(item.sizes, dtype=np.int64)) * ITEM_SIZES[item.dtype]
+            spans = tuple(self._spans(segments_of(item.data), nbytes, offset))
+            entries.append(MegaEntry(_unique(_name(item), taken), item.dtype, item.sizes, spans))
+            offset += nbytes
+        return entries, offset
+
+    def _spans(self, views: Iterable[memoryview], nbytes: int, offset: int) -> Iterator[Span]:
+        """The chunks of a tensor at ``offset`` of the payload; one without a checksum is whole."""
+        if not self._checksum:
+            yield Span(offset, nbytes, 0, nbytes)
+            return
+        begin, checksum = 0, Checksum(self._checksum)
+        end = min(self._chunk_bytes, nbytes)
+        at = 0
+        for view in views:
+            position = 0
+            while position < len(view):
+                part = view[position : position + end - at]
+                checksum.update(part)
+                position, at = position + len(part), at + len(part)
+                if at == end and end < nbytes:
+                    yield self._span(offset, begin, end, checksum)
+                    begin, checksum = end, Checksum(self._checksum)
+                    end = min(begin + self._chunk_bytes, nbytes)
+        yield self._span(offset, begin, end, checksum)
+
+    def _span(self, offset: int, begin: int, end: int, checksum: Checksum) -> Span:
+        size = end - begin
+        digest = checksum.digest()
+        return Span(offset + begin, size, begin, size, "raw", 0, self._checksum, digest)
+
+
+def _is_torn(text: str) -> bool:
+    """Whether text has half a surrogate pair, which UTF-8 cannot hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _boxes(entries: Sequence[MegaEntry], tensors: Sequence[Item]) -> dict[str, bytes]:
+    """The key/value that says of what the parts are parts."""
+    found = {
+        entry.name: [item.name, list(item.offsets), list(item.shape)]
+        for entry, item in zip(entries, tensors, strict=True)
+        if item.sizes != item.shape or entry.name != item.name
+    }
+    encoded = mega_values.encode_value(json.dumps(found, separators=(",", ":")))
+    assert encoded is not None
+    return {BOXES_KEY: encoded} if found else {}
+
+
+def _places(
+    items: Sequence[Item], entries: Sequence[MegaEntry], header: Header
+) -> list[tuple[int, int]]:
+    """Where each item lies in the file, and its bytes."""
+    places, tensors = [], iter(entries)
+    for item in items:
+        if isinstance(item.data, bytes):
+            places.append(header.values[value_key(item.name)])
+        else:
+            spans = next(tensors).spans
+            begin = len(header.data) + spans[0].offset
+            places.append((begin, spans[-1].offset + spans[-1].stored - spans[0].offset))
+    return places
+
+
+def _name(item: Item) -> str:
+    if item.sizes == item.shape:
+        return item.name
+    return f"{item.name}@{','.join(map(str, item.offsets))}"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    number, unique = 1, name
+    while unique in taken:
+        number += 1
+        unique = f"{name}~{number}"
+    taken.add(unique)
+    return unique
