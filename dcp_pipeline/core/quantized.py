@@ -83,6 +83,12 @@ class Quantized:
         pairs = zip(self.codes_shape(shape), self.block, strict=True)
         return tuple(-(-extent // step) for extent, step in pairs)
 
+    def stored_bytes(self, count: int) -> int:
+        """Bytes of the codes and scales of so many elements, blocks at edges not counted."""
+        codes = count // self.per_code
+        scales = codes // math.prod(self.block)
+        return codes * ITEM_SIZES[self.codes] + scales * ITEM_SIZES[self.scales]
+
 
 QuantizedKeys = Mapping[int, Quantized]
 """What is read as codes and scales, by number of the key."""

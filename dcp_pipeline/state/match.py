@@ -24,6 +24,7 @@ from dcp_pipeline.core.errors import (
 )
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path, dotted, is_prefix
+from dcp_pipeline.core.quantized import QuantizedKeys
 from dcp_pipeline.core.table import KeySpec, Kind
 from dcp_pipeline.state.collect import tensor_of_array
 from dcp_pipeline.state.flatten import FlatState, Leaf, Local
@@ -78,14 +79,14 @@ class Match:
     shapes: list[tuple[str, object, object]] = field(default_factory=list)
     dtypes: list[tuple[str, object, object]] = field(default_factory=list)
 
-    @property
-    def stored_bytes(self) -> int:
+    def stored_bytes(self, quantized: QuantizedKeys) -> int:
         """Bytes of the tensors' elements that this rank wants, as they are stored."""
-        return sum(
-            piece.data.numel() * ITEM_SIZES[target.dtype]
-            for target in self.tensors
-            for piece in target.pieces
-        )
+        total = 0
+        for target in self.tensors:
+            count = sum(piece.data.numel() for piece in target.pieces)
+            one = quantized.get(target.key) if target.mapped is None else None
+            total += count * ITEM_SIZES[target.dtype] if one is None else one.stored_bytes(count)
+        return total
 
 
 def match(

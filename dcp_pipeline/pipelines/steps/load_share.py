@@ -99,7 +99,7 @@ def share(
             with open_files(manifest, job) as files:
                 for file, read in _all_reads(manifest, files, match, plan, job.rollback.keeper):
                     plan.reads.setdefault(file, []).append(read)
-            message = _describe(plan, manifest, match.stored_bytes)
+            message = _describe(plan, manifest, match.stored_bytes(manifest.quantized))
         except Exception as error:
             error.__dict__.setdefault("node", "share")
             message = error
