@@ -21,6 +21,7 @@ from dcp_pipeline.formats.mega_values import Cursor, Value, read_value
 __all__ = [
     "ALIGNMENT_KEY",
     "DIRECTORIES",
+    "FOOTER_MAGIC",
     "INFO",
     "INFO_KEY",
     "MAGIC",

@@ -6,6 +6,7 @@ places and checksums is as long as the one that is written in the end.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dcp_pipeline.core.spans import Span
 from dcp_pipeline.formats.mega import (
     ALIGNMENT_KEY,
     DIRECTORIES,
+    FOOTER_MAGIC,
     INFO,
     INFO_KEY,
     MAGIC,
@@ -35,7 +37,7 @@ from dcp_pipeline.formats.mega_tensors import (
 from dcp_pipeline.formats.mega_values import encode_value, write_text
 from dcp_pipeline.formats.safetensors import storage_dtype, storage_shape
 
-__all__ = ["Header", "MegaEntry", "dtype_code", "encode_mega"]
+__all__ = ["Header", "MegaEntry", "dtype_code", "encode_footer", "encode_mega"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +169,12 @@ def _rows(chunks: Sequence[tuple[int, int, Span]]) -> bytes:
         CHUNK_ROW,
     )  # fmt: skip
     return rows.tobytes()
+
+
+def encode_footer(values: Mapping[str, bytes], base_size: int, generation: int = 1) -> bytes:
+    """A footer that adds key/values to a file of ``base_size`` bytes without one."""
+    body = FOOTER_MAGIC + struct.pack("<Q", len(values))
+    body += b"".join([write_text(key, 8) + value for key, value in values.items()])
+    places = (generation, base_size, len(body), base_size)
+    digest = hashlib.sha256(body).digest()
+    return body + struct.pack("<4sQQQQ32s", FOOTER_MAGIC, *places, digest)

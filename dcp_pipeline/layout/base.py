@@ -19,7 +19,7 @@ class Layout(ABC):
         kind: its name in the config and in a manifest.
         record: the file whose replacement commits a checkpoint.
         follows_links: whether files are read through links that lead out of the directory.
-        checksum: algorithm of the block digests.
+        checksum: algorithm of the block digests; empty where there are none.
         block_bytes: bytes per block.
         is_export: whether its files are laid down by others, see
             :class:`~dcp_pipeline.layout.export.ExportLayout`.

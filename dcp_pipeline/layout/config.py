@@ -103,13 +103,17 @@ class MegaLayoutConfig(KindConfig):
     Attributes:
         verify: compare what is read with the checksums of the format, where there are any; a part
             of a tensor is then read with all that its checksum covers.
+        tied: leave out tensors that share another's memory (``drop``; loads of this package give
+            them back, other readers lack them) or ``write`` them again.
     """
 
+    works_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"serialization": ("mega",)}
     kind: Literal["mega"] = "mega"
     verify: bool = True
+    tied: Literal["drop", "write"] = "drop"
 
     def build(self) -> MegaLayout:
         """Make the layout."""
         from dcp_pipeline.layout.mega import MegaLayout
 
-        return MegaLayout(verify=self.verify)
+        return MegaLayout(verify=self.verify, tied=self.tied)

@@ -136,7 +136,7 @@ class ExportLayout(Layout):
         """Names and contents of small files that are published with the others."""
         return []
 
-    def named(self, manifest: Manifest) -> tuple[Manifest, dict[str, str]]:
+    def named(self, directory: Directory, manifest: Manifest) -> tuple[Manifest, dict[str, str]]:
         """Where each rank makes its own files: their final names, and those they have by now."""
         raise CheckpointError(f"the ranks share the files of layout {self.kind!r}")
 

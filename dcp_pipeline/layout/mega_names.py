@@ -8,33 +8,37 @@ from typing import Final
 
 from dcp_pipeline.core.errors import CorruptCheckpointError, list_some
 
-__all__ = ["INDEX", "shard_name", "whole_files"]
+__all__ = ["INDEX", "SINGLE", "is_shard", "shard_name", "whole_files"]
 
+SINGLE: Final = "model.mega"
 INDEX: Final = "model.mega.index.json"
 EXTENSION: Final = ".mega"
 _SHARD: Final = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.mega")
 
 
-def shard_name(number: int, count: int) -> str:
+def shard_name(number: int, count: int, stem: str = "model") -> str:
     """The name of a shard, numbered from 0.
 
     >>> shard_name(0, 1), shard_name(2, 4)
     ('model.mega', 'model-00003-of-00004.mega')
     """
     if count == 1:
-        return f"model{EXTENSION}"
-    return f"model-{number + 1:05d}-of-{count:05d}{EXTENSION}"
+        return SINGLE
+    return f"{stem}-{number + 1:05d}-of-{count:05d}{EXTENSION}"
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file is named as a shard."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def whole_files(found: Iterable[str], location: str) -> list[str]:
-    """The files of a repository without an index; empty where there are none.
+    """The files of a repository without an index and ``model.mega``; empty where there are none.
 
     Raises:
         CorruptCheckpointError: shards are missing, or there are several models.
     """
     files = sorted(name for name in found if name.endswith(EXTENSION))
-    if f"model{EXTENSION}" in files:
-        return [f"model{EXTENSION}"]
     if len(files) <= 1 and not any(map(_SHARD.fullmatch, files)):
         return files
     shards = [_SHARD.fullmatch(name) for name in files]

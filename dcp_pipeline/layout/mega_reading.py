@@ -15,6 +15,7 @@ from dcp_pipeline.core.errors import (
     FormatError,
     list_some,
 )
+from dcp_pipeline.core.fingerprint import Fingerprint, decode_fingerprint
 from dcp_pipeline.core.manifest import FileEntry, Manifest, check_places, decode_keys
 from dcp_pipeline.core.path import Path, check_paths, decode_path
 from dcp_pipeline.core.spans import Span
@@ -25,10 +26,10 @@ from dcp_pipeline.formats.mega import KeyValue, MegaFile, parse_mega
 from dcp_pipeline.formats.mega_keys import BOXES_KEY, STATE_KEY, is_value, key_of_value
 from dcp_pipeline.formats.mega_tensors import MegaTensor
 from dcp_pipeline.layout.mega_index import MAX_INDEX_BYTES, MegaIndex, parse_index
-from dcp_pipeline.layout.mega_names import INDEX, whole_files
-from dcp_pipeline.storage.base import Directory
+from dcp_pipeline.layout.mega_names import INDEX, SINGLE, whole_files
+from dcp_pipeline.storage.base import Directory, file_reader
 
-__all__ = ["find_files", "mega_manifest"]
+__all__ = ["find_files", "mega_manifest", "saved_by"]
 
 _MOST_JSON = 256 << 20
 
@@ -55,7 +56,7 @@ class _Key:
 def find_files(directory: Directory) -> tuple[list[str], MegaIndex | None]:
     """The files of a repository, and its index if it has one.
 
-    An index is believed before a file ``model.mega`` beside it.
+    ``model.mega`` is believed before an index beside it.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
@@ -63,6 +64,8 @@ def find_files(directory: Directory) -> tuple[list[str], MegaIndex | None]:
         UnsafeCheckpointError: the index leads out of the directory.
     """
     found = directory.names()
+    if SINGLE in found:
+        return [SINGLE], None
     indices = [name for name in found if name.endswith(".mega.index.json")]
     name = INDEX if INDEX in indices or len(indices) != 1 else indices[0]
     if name in indices:
@@ -89,20 +92,14 @@ def mega_manifest(directory: Directory, verify: bool = True) -> Manifest:
         UnsafeCheckpointError: names lead out of the directory, or sizes are absurd.
     """
     names, index = find_files(directory)
-    files, entries = [], []
-    for name in names:
-        with directory.open(name) as source:
-            try:
-                files.append(parse_mega(_reader(source), source.size))
-            except CheckpointError as error:
-                raise type(error)(f"{name}: {error}") from error
-            entries.append(FileEntry(name, source.size))
+    files, entries = _parsed(directory, names)
     if index is not None and index.weight_map is not None:
         _check_map(index.weight_map, names, files)
     keys, values = _tensors(names, files), _values(files)
     stored = _stored_state(index, names, files)
     ordered, specs, empty = _specs(keys, values, stored)
     table, encoded = _table(keys, ordered, specs, verify)
+    prints = _fingerprint(stored, ordered, specs)
     signed = [name for name, file in zip(names, files, strict=True) if file.is_signed]
     if signed:
         logger.warning("signatures are not verified: %s", list_some(signed, 5))
@@ -117,6 +114,7 @@ def mega_manifest(directory: Directory, verify: bool = True) -> Manifest:
         files=tuple(entries),
         empty=empty,
         notes={"mega": {"signatures_not_verified": signed}} if signed else {},
+        fingerprint=prints,
         encoded=encoded,
     )
     check_places(manifest)
@@ -126,13 +124,30 @@ def mega_manifest(directory: Directory, verify: bool = True) -> Manifest:
     return manifest
 
 
-def _reader(source: Any) -> Any:
-    def read(offset: int, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        source.read_into(offset, memoryview(data))
-        return bytes(data)
+def saved_by(directory: Directory) -> str | None:
+    """The id of the save of this package that has written a repository, if it says so.
 
-    return read
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    names, index = find_files(directory)
+    names = names if index is None else []
+    files, _ = _parsed(directory, names)
+    stored = _stored_state(index, names, files)
+    save_id = stored.get("save_id") if stored is not None else None
+    return save_id if isinstance(save_id, str) else None
+
+
+def _parsed(directory: Directory, names: list[str]) -> tuple[list[MegaFile], list[FileEntry]]:
+    files, entries = [], []
+    for name in names:
+        with directory.open(name) as source:
+            try:
+                files.append(parse_mega(file_reader(source), source.size))
+            except CheckpointError as error:
+                raise type(error)(f"{name}: {error}") from error
+            entries.append(FileEntry(name, source.size))
+    return files, entries
 
 
 def _check_map(weight_map: Mapping[str, str], names: list[str], files: list[MegaFile]) -> None:
@@ -263,6 +278,18 @@ def _specs(
     if not added.keys().isdisjoint(names):
         raise FormatError(f"{min(added.keys() & set(names))[:80]!r} is a tensor and another key")
     return (*names, *added), (*specs, *added.values()), empty
+
+
+def _fingerprint(
+    stored: dict[str, Any] | None, names: tuple[str, ...], specs: tuple[KeySpec, ...]
+) -> Fingerprint | None:
+    try:
+        found = decode_fingerprint((stored or {}).get("fingerprint"), names, specs)
+    except CheckpointError:
+        raise
+    except Exception as error:  # as above
+        raise FormatError(f"{STATE_KEY} is damaged: {type(error).__name__} {error}") from error
+    return found
 
 
 def _noted(

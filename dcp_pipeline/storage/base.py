@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Directory", "Observer", "RangeWriter", "Segments", "Source", "Storage"]
+__all__ = [
+    "Directory",
+    "Observer",
+    "RangeWriter",
+    "Segments",
+    "Source",
+    "Storage",
+    "file_reader",
+]
 
 Segments = Iterable[memoryview]
 """The bytes of a file in order, as contiguous views; each is valid until the next is asked for."""
@@ -56,6 +64,17 @@ class Source(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def file_reader(source: Source) -> Callable[[int, int], bytes]:
+    """``(offset, nbytes)`` to bytes of an open file."""
+
+    def read(offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        source.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    return read
 
 
 class RangeWriter(ABC):

@@ -121,7 +121,7 @@ def _publish_export(messages: list[bytes], job: SaveJob, layout: ExportLayout) -
         parts = fill_headers(job, layout, manifest)
     else:
         manifest = _assemble(messages, plan.plan, job)
-        manifest, parts = layout.named(manifest)
+        manifest, parts = layout.named(directory, manifest)
     check_places(manifest)
     publication = layout.publication(directory, manifest, parts, plan.files)
     tokens = {part: directory.token(part) for part, _ in publication.files}
@@ -239,7 +239,8 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
         seconds.append(header["seconds"])
         received = unpack_columns(packed)
         count = len(received["file"])
-        if count != planned[rank] or bool(count) != bool(header["sums"]):
+        has_sums = bool(count) and bool(job.parts.layout.checksum)
+        if count != planned[rank] or has_sums != bool(header["sums"]):
             raise FormatError(
                 f"rank {rank} reports {count} chunks, {planned[rank]} were planned for it"
             )
@@ -264,7 +265,7 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
         table=placed.sort(),
         files=tuple(files),
         sums=tuple(sums),
-        checksum=layout.checksum,
+        checksum=layout.checksum or None,
         block_bytes=layout.block_bytes,
         versions=versions(),
         config=job.parts.recorded_config(),

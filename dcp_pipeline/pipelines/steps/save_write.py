@@ -48,7 +48,7 @@ def write_items(items: list[Item], job: SaveJob, has_fingerprint: bool = False) 
     parts = split_evenly([_nbytes(item) for item in items], job.parts.storage.thread_count)
     files = _write_files(job, [items[part] for part in parts], has_fingerprint)
     entries = tuple(FileEntry(file.sums.name, file.image.size) for file in files)
-    sums = _write_sums(job, [file.sums for file in files])
+    sums = _write_sums(job, [file.sums for file in files]) if job.parts.layout.checksum else None
     job.directory.sync()
     images = [file.image for file in files]
     counts = [len(image.offset) for image in images]
@@ -155,6 +155,7 @@ def _write_file(
     digests: list[bytes] = []
     taken = _contributions(items, image) if has_fingerprint else None
     position = 0
+    block_bytes = layout.block_bytes or 1
 
     def observe(data: memoryview) -> None:
         if stop.is_set():
@@ -162,14 +163,15 @@ def _write_file(
         job.check_peers()
         nonlocal position
         # In small steps: the bytes are still in the cache when they are hashed again.
-        for part in step_views(data, layout.block_bytes):
-            digests.append(block_digests(layout.checksum, part, layout.block_bytes))
+        for part in step_views(data, block_bytes):
+            if layout.checksum:
+                digests.append(block_digests(layout.checksum, part, layout.block_bytes))
             if taken is not None:
                 taken.add(position, part)
             position += len(part)
 
     _create(job, name, lambda: job.directory.write(
-        name, image.size, image.segments(), observe, layout.block_bytes
+        name, image.size, image.segments(), observe, block_bytes
     ))  # fmt: skip
     sums = BlockSums(name, image.size, layout.checksum, layout.block_bytes, b"".join(digests))
     return _Written(image, sums, _words(items, taken))
