@@ -34,14 +34,12 @@ class ControlGroup:
         is_broken: whether contact was lost, so that a new group is needed.
     """
 
-    def __init__(self, group: Any, timeout: timedelta) -> None:
+    def __init__(self, group: Any, timeout: timedelta, name: str) -> None:
         self.timeout = timeout.total_seconds()
         self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self.group = dist.new_group(
-            self.ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
-        )
-        default_store = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"dcp_pipeline/{self.group.group_name}", default_store)
+        name = f"dcp_pipeline/{group.group_name} {self.ranks} {name}"
+        self.group = _gloo_group(self.ranks, timeout, name)
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         self.store = AskedStore(store, self.timeout)
         self.turn = 0
         self.lock = threading.Lock()
@@ -62,6 +60,27 @@ class ControlGroup:
         """The number of the save or load that begins."""
         self.turn += 1
         return self.turn - 1
+
+
+def _gloo_group(ranks: list[int], timeout: timedelta, name: str) -> Any:
+    """What ``new_group(use_local_synchronization=True)`` makes, under a name of our own.
+
+    torch would take the number of groups that a rank is in for a part of the name, and ranks that
+    are in other numbers of groups would never meet.
+    """
+    c10d = dist.distributed_c10d
+    places = {rank: place for place, rank in enumerate(ranks)}
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        places[dist.get_rank()],
+        ranks,
+        c10d.Backend(c10d.Backend.GLOO),
+        c10d._get_default_store(),
+        c10d.GroupName(name),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = places
+    return group
 
 
 class _Known:
@@ -89,10 +108,11 @@ def control_group(group: Any, timeout: timedelta, background: bool) -> ControlGr
         kind = timeout, background
         if kind not in known.groups or not known.groups[kind].is_usable():
             number = known.made.get(kind, 0) + 1
-            arrivals = _Arrivals(group, f"{timeout.total_seconds():g} {background}", number)
+            of_kind = f"{timeout.total_seconds():g} {background}"
+            arrivals = _Arrivals(group, of_kind, number)
             arrivals.note()
             try:
-                known.groups[kind] = _made_in_time(group, timeout)
+                known.groups[kind] = _made_in_time(group, timeout, f"{of_kind} {number}")
             except (RuntimeError, ValueError) as error:
                 problem = f"{arrivals.problem(timeout.total_seconds())}: {first_words(error)}"
                 raise CoordinationError(problem) from error
@@ -100,7 +120,7 @@ def control_group(group: Any, timeout: timedelta, background: bool) -> ControlGr
         return known.groups[kind]
 
 
-def _made_in_time(group: Any, timeout: timedelta) -> ControlGroup:
+def _made_in_time(group: Any, timeout: timedelta, name: str) -> ControlGroup:
     """A new group; ``RuntimeError`` where it cannot be made in time.
 
     Made in a thread: a store whose host was stopped lets one wait for good.
@@ -110,7 +130,7 @@ def _made_in_time(group: Any, timeout: timedelta) -> ControlGroup:
 
     def make() -> None:
         try:
-            made.append(ControlGroup(group, timeout))
+            made.append(ControlGroup(group, timeout, name))
         except BaseException as error:
             errors.append(error)
 

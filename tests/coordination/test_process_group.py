@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dcp_pipeline.coordination.process_group import ProcessGroupCoordination
 from dcp_pipeline.coordination.single_process import SingleProcessCoordination
@@ -61,6 +62,28 @@ def test_ranks_are_those_of_the_group(ranks: Pool, members: list[int]) -> None:
     answer = "+".join(map(str, members)).encode()
     assert found[members[0]] == (0, False, answer) and found[members[1]] == (1, True, answer)
     assert [rank for rank in range(4) if found[rank] is None] == sorted({0, 1, 2, 3} - set(members))
+
+
+def agree_in_groups_of_some() -> list[Any]:
+    """Ranks that are in other numbers of groups, and have met in some of them, all meet."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(count))) for count in range(2, size + 1)]
+    sums = []
+    for group in [group for count, group in enumerate(groups, 2) if rank < count]:
+        here = coordinator(0, group)
+        answer = here.exchange("test", bytes([rank]), lambda all: [b"".join(all)] * len(all))
+        sums.append(list(answer))
+    DeviceMesh("cpu", [0, 1])
+    here = coordinator()
+    answer = here.exchange("test", bytes([rank]), lambda all: [b"".join(all)] * len(all))
+    return [*sums, list(answer)]
+
+
+def test_ranks_that_are_in_other_numbers_of_groups(ranks: Pool) -> None:
+    found = ranks(4).run(agree_in_groups_of_some)
+    every = [0, 1, 2, 3]
+    assert found[0] == [[0, 1], [0, 1, 2], every, every]
+    assert found[3] == [every, every]
 
 
 def fail_then_agree(failing: list[int], in_reduce: bool) -> tuple[str, list[int], bytes]:
