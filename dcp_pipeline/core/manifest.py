@@ -94,6 +94,10 @@ class Manifest:
         fingerprint: of the values, ``None`` where none was taken.
         encoded: rows of ``table`` whose bytes are not simply their elements.
         quantized: keys of ``table`` that are stored as codes and scales.
+        inline: values that no file has as bytes of their own, as a part of a foreign pickle: their
+            bytes as the serialization would have stored them. Their keys have no rows.
+        strided: rows of foreign files whose elements are not in row-major order, and the strides
+            that they have, in elements; ``offset`` is then the first element's.
     """
 
     save_id: str
@@ -116,10 +120,12 @@ class Manifest:
     fingerprint: Fingerprint | None = None
     encoded: SpansByRow = field(default_factory=dict)
     quantized: QuantizedKeys = field(default_factory=dict)
+    inline: Mapping[int, bytes] = field(default_factory=dict)
+    strided: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this describes a checkpoint of plain DCP, which has no manifest."""
+        """Whether this describes a checkpoint of others, which has no manifest."""
         return not self.save_id
 
     def encode(self) -> bytes:
@@ -154,6 +160,12 @@ class Manifest:
             members["encoded"] = encode_spans(self.encoded)
         if self.quantized:
             members["quantized"] = encode_quantized(self.quantized)
+        if self.inline:
+            members["inline"] = [
+                [key, base64.b64encode(data).decode()] for key, data in self.inline.items()
+            ]
+        if self.strided:
+            members["strided"] = [[row, list(steps)] for row, steps in self.strided.items()]
         lines = [
             f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}"
             for name, value in members.items()
@@ -305,6 +317,13 @@ def _decode(members: dict[str, Any]) -> Manifest:
         fingerprint=decode_fingerprint(members.get("fingerprint"), names, specs),
         encoded=decode_spans(members["encoded"]) if "encoded" in members else {},
         quantized=decode_quantized(members.get("quantized") or ()),
+        inline={
+            _size(key): base64.b64decode(data, validate=True)
+            for key, data in members.get("inline") or ()
+        },
+        strided={
+            _size(row): tuple(map(_size, steps)) for row, steps in members.get("strided") or ()
+        },
     )
     check_places(manifest)
     return manifest

@@ -29,8 +29,9 @@ def check_places(manifest: Manifest) -> None:
     for name, spec in zip(manifest.names, table.keys, strict=True):
         if math.prod(extent or 1 for extent in spec.shape) * spec.item_size >= 1 << 62:
             raise FormatError(f"{name!r} has the absurd shape {list(spec.shape)}")
+    _check_inline(manifest)
     if not len(table):
-        if manifest.encoded:
+        if manifest.encoded or manifest.strided:
             raise FormatError("encoded rows of an empty table")
         _check_quantized(manifest)
         return
@@ -60,6 +61,7 @@ def check_places(manifest: Manifest) -> None:
     is_tensor = np.asarray([spec.dtype is not None for spec in table.keys])[table.key]
     is_tensor[_check_encoded(manifest)] = False
     is_tensor[_check_quantized(manifest)] = False
+    is_tensor[_check_strided(manifest)] = False
     # Where the payload is not known yet, nothing but the elements may be left out of the item.
     if (is_tensor & (np.maximum(table.payload, 0) + volume > table.length)).any():
         raise FormatError("a chunk's elements do not fit into its item")
@@ -90,3 +92,29 @@ def _check_quantized(manifest: Manifest) -> list[int]:
     if not manifest.encoded.keys().isdisjoint(rows):
         raise FormatError("codes that are encoded once more")
     return rows
+
+
+def _check_inline(manifest: Manifest) -> None:
+    """Values without rows belong to foreign checkpoints alone."""
+    keys = manifest.table.keys
+    for key in manifest.inline:
+        if not manifest.is_foreign or key >= len(keys) or keys[key].dtype is not None:
+            raise FormatError(f"key {key} is no value that a manifest may hold itself")
+    if np.isin(manifest.table.key, list(manifest.inline)).any():
+        raise FormatError("a value lies in the manifest and in a file")
+
+
+def _check_strided(manifest: Manifest) -> list[int]:
+    """The rows with strides of their own, whose elements all lie in their items."""
+    table = manifest.table
+    for row, strides in manifest.strided.items():
+        if not manifest.is_foreign or row >= len(table) or row in manifest.encoded:
+            raise FormatError(f"row {row} cannot have strides of its own")
+        spec, sizes = table.keys[table.key[row]], table.boxes(row)[1]
+        if spec.dtype is None or len(strides) != len(sizes):
+            raise FormatError(f"row {row} has {len(strides)} strides, its tensor another number")
+        pairs = zip(sizes, strides, strict=True)
+        last = sum((extent - 1) * step for extent, step in pairs if extent)
+        if (last + 1) * spec.item_size > table.length[row] - max(int(table.payload[row]), 0):
+            raise FormatError(f"the elements of {manifest.names[table.key[row]]!r} leave its item")
+    return list(manifest.strided)

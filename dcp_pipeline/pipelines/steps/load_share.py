@@ -135,6 +135,9 @@ def _all_reads(
         rows = range(int(starts[target.key]), int(starts[target.key + 1]))
         yield from box_reads(located, rows, target, plan.casts, keep)
     for key in {target.key for target in match.values}:
+        if key in manifest.inline:
+            plan.values[key] = manifest.inline[key]
+            continue
         row = int(starts[key])
         read = _value_read(key, manifest.names[key], table, row, plan.values)
         yield int(table.file[row]), read

@@ -15,7 +15,7 @@ from dcp_pipeline.core.table import ChunkTable
 from dcp_pipeline.formats.torch_zip import StoredTensor, parse_state_zip, parse_tensor_zip
 from dcp_pipeline.state.match import Match
 from dcp_pipeline.storage.base import Source
-from dcp_pipeline.types.dtypes import dtype_name
+from dcp_pipeline.types.dtypes import DTYPES, dtype_name
 
 __all__ = ["Located", "locate_items", "locate_rows"]
 
@@ -62,6 +62,9 @@ def locate_rows(
     strided: dict[int, StoredTensor] = {}
     states: dict[int, dict[str, StoredTensor]] = {}
     for row in rows:
+        if row in manifest.strided:
+            strided[row] = _strided(manifest, row)
+            continue
         if payload[row] >= 0 or row in strided:
             continue
         if table.keys[table.key[row]].dtype is None:
@@ -76,6 +79,16 @@ def locate_rows(
     files = tuple(entry.name for entry in manifest.files)
     located = replace(table, payload=payload)
     return Located(located, strided, manifest.encoded, manifest.quantized, files, manifest.names)
+
+
+def _strided(manifest: Manifest, row: int) -> StoredTensor:
+    """A row whose strides the manifest knows."""
+    table = manifest.table
+    dtype = table.keys[table.key[row]].dtype
+    assert dtype is not None
+    nbytes = int(table.length[row])
+    sizes, strides = table.boxes(row)[1], manifest.strided[row]
+    return StoredTensor(DTYPES[dtype], sizes, strides, 0, 0, nbytes, None)
 
 
 def _parse(
