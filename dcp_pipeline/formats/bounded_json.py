@@ -17,7 +17,7 @@ def parse_object(
 
     Args:
         what: the file, for errors.
-        most_bytes: that are looked at.
+        most_bytes: that are looked at; a fourth of it where there is other text than ASCII.
         most_values: commas and opening brackets that may be in it: each can stand for a value of a
             hundred bytes, of which the text needs but two.
 
@@ -30,7 +30,8 @@ def parse_object(
         >>> parse_object(b'{"a": [1]}', "it", most_bytes=100)
         {'a': [1]}
     """
-    if len(data) > most_bytes:
+    # One character beyond ASCII makes all of them need up to four bytes.
+    if len(data) > (most_bytes if data.isascii() else most_bytes // 4):
         raise UnsafeCheckpointError(f"{what} has {len(data)} bytes, at most {most_bytes} are read")
     count = data.count(b",") + data.count(b"[") + data.count(b"{")
     if count > most_values:

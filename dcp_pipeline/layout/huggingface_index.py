@@ -6,7 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dcp_pipeline.core.errors import CheckpointNotFoundError, FormatError, MissingFileError
+from dcp_pipeline.core.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    MissingFileError,
+    UnsafeCheckpointError,
+)
 from dcp_pipeline.core.manifest import safe_relative_name
 from dcp_pipeline.formats.bounded_json import parse_object
 from dcp_pipeline.storage.base import Directory
@@ -42,8 +47,10 @@ class ModelFiles:
 
 def read_json(directory: Directory, name: str, most_bytes: int) -> dict[str, object]:
     """A JSON object of the repository; see :func:`parse_object` for what is refused."""
-    # One byte more, so that what is too long is seen to be.
-    return parse_object(directory.read(name, 0, most_bytes + 1), name, most_bytes=most_bytes)
+    size = directory.size(name)
+    if size > most_bytes:
+        raise UnsafeCheckpointError(f"{name} has {size} bytes, at most {most_bytes} are read")
+    return parse_object(directory.read(name, 0, most_bytes), name, most_bytes=most_bytes)
 
 
 def find_files(directory: Directory) -> ModelFiles:

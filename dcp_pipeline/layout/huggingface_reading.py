@@ -101,10 +101,17 @@ class Repository:
     save_ids: set[str | None] = field(default_factory=set)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Sizes of the whole tensor."""
+        """Sizes of the whole tensor.
+
+        Raises:
+            UnsafeCheckpointError: they are absurd.
+        """
         boxes = [zip(one.offsets, one.sizes, strict=True) for one in self.chunks[key]]
         ends = [[at + extent for at, extent in box] for box in boxes]
-        return tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])
+        shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])
+        if max(shape, default=0) >= 1 << 62:
+            raise UnsafeCheckpointError(f"{key!r} claims the sizes {list(shape)}")
+        return shape
 
 
 def read_repository(directory: Directory) -> Repository:
@@ -323,11 +330,6 @@ def manifest_of(
     ).reshape(-1, 4)
     file, offset, length, payload = places.T
     table = replace(table, file=file, offset=offset, length=length, payload=payload)
-    problems = tiling_problems(table, np.asarray([spec.alias >= 0 for spec in specs], bool))
-    if problems:
-        raise CorruptCheckpointError(
-            f"the files in {location} do not hold whole tensors: {'; '.join(problems)}"
-        )
     is_safe = all(entry.name.endswith(".safetensors") for entry in found.files)
     manifest = Manifest(
         save_id=_save_id(found),
@@ -342,6 +344,13 @@ def manifest_of(
         quantized={numbers[name]: one for name, one in (quantized or {}).items()},
     )
     check_places(manifest)
+    problems = tiling_problems(
+        manifest.table, np.asarray([spec.alias >= 0 for spec in specs], bool)
+    )
+    if problems:
+        raise CorruptCheckpointError(
+            f"the files in {location} do not hold whole tensors: {'; '.join(problems)}"
+        )
     return manifest
 
 

@@ -195,7 +195,8 @@ def test_what_only_looks_like_codes(tmp_path: Path) -> None:
     ("state", "said"),
     [
         ({"a.weight": codes(4, 4).view(torch.float8_e4m3fn),
-          "a.weight_scale_inv": torch.ones(2, 1)}, r"do not fit 'a\.weight' of sizes \[4, 4\] in blocks of \[128, 128\]"),
+          "a.weight_scale_inv": torch.ones(2, 1)},
+         r"do not fit 'a\.weight' of sizes \[4, 4\] in blocks of \[128, 128\]"),
         ({"a.weight": codes(4).view(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1)},
          "do not fit"),
         ({"a.weight": codes(4, 4).view(torch.float8_e4m3fn),
