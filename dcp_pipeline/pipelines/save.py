@@ -20,7 +20,7 @@ from dcp_pipeline.pipelines.steps import (
 )
 from dcp_pipeline.pipelines.values import Receipt
 
-__all__ = ["save_graph"]
+__all__ = ["save_graph", "write_of"]
 
 
 def save_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
@@ -39,7 +39,7 @@ def save_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
                 "agree", save_agree.agree, ("local_plan", "job"), ("share",), coordinates=True
             ),
             # Stream this rank's share to storage, hashing every block.
-            Node("write", _write_of(parts), ("staged", "share", "job"), ("receipt",)),
+            Node("write", write_of(parts), ("staged", "share", "job"), ("receipt",)),
             # All ranks: every receipt fits the plan; then the checkpoint starts to exist.
             Node(
                 "commit", save_commit.commit, ("share", "receipt", "job"), ("manifest",),
@@ -53,11 +53,11 @@ def save_graph(parts: Parts, extra: Sequence[Node] = ()) -> Graph:
         mapping = Node("map", map_entries.map_entries, ("entries", "job"), ("entries",))
         graph = graph.through("entries", mapping)
     if isinstance(parts.layout, ExportLayout) and parts.layout.writes_ties:
-        graph = graph.through("entries", Node("untie", untie.untie, ("entries",), ("entries",)))
+        graph = graph.through("staged", Node("untie", untie.untie, ("staged",), ("staged",)))
     return graph.adding(*extra)
 
 
-def _write_of(parts: Parts) -> Callable[..., Receipt]:
+def write_of(parts: Parts) -> Callable[..., Receipt]:
     layout = parts.layout
     shares_files = isinstance(layout, ExportLayout) and layout.shares_files
     return export_write.write_ranges if shares_files else save_write.write

@@ -39,6 +39,10 @@ def segments_of(tensor: torch.Tensor, slab_bytes: int = _SLAB_BYTES) -> Iterator
     A tensor that is not plain host memory is copied slab by slab, each of about ``slab_bytes``.
     A view is valid until the next is asked for.
     """
+    if not isinstance(tensor, torch.Tensor):
+        # A stand-in makes its elements itself: dcp_pipeline.types.streamed.
+        yield from tensor.segments()
+        return
     tensor = tensor.detach()
     if is_plain_memory(tensor):
         yield bytes_of(tensor)

@@ -9,9 +9,9 @@ from dcp_pipeline.types.entries import Entries
 __all__ = ["untie"]
 
 
-def untie(entries: Entries) -> Entries:
+def untie(staged: Entries) -> Entries:
     """Entries of which none is another one by a second name."""
     return Entries(
-        replace(entry, alias=-1, pieces=entries[entry.alias].pieces) if entry.alias >= 0 else entry
-        for entry in entries
+        replace(entry, alias=-1, pieces=staged[entry.alias].pieces) if entry.alias >= 0 else entry
+        for entry in staged
     )
