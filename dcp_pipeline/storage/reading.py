@@ -35,6 +35,7 @@ class Read:
         check: raises where the bytes are not what they should be. It is called with all of them
             once ``target`` has them, and where they are only verified; ``deliver`` checks itself.
         has_checksum: whether ``check`` compares them with a checksum.
+        is_early: whether others wait for it, so that it should come before them.
     """
 
     offset: int
@@ -45,6 +46,7 @@ class Read:
     before: Callable[[], None] | None = None
     check: Callable[[memoryview], None] | None = None
     has_checksum: bool = False
+    is_early: bool = False
 
 
 def read_ranges(

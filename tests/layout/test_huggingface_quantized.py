@@ -20,6 +20,7 @@ from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.quantized import Quantized
 from dcp_pipeline.formats.dequantize import dequantize, scale_box
 from dcp_pipeline.layout.huggingface import HuggingFaceLayout
+from dcp_pipeline.pipelines.steps import read_quantized
 from dcp_pipeline.pipelines.steps.destinations import Destination
 from dcp_pipeline.pipelines.steps.read_items import locate_rows
 from dcp_pipeline.pipelines.steps.read_quantized import quantized_reads
@@ -307,6 +308,22 @@ def test_every_box_in_any_order_of_its_reads(tmp_path: Path, seed: int) -> None:
         for dimension, (at, count) in enumerate(zip(begin, extent, strict=True)):
             whole = whole.narrow(dimension, at, count)
         assert_same(view, whole.contiguous())
+
+
+def test_scales_are_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes that had to wait would be in memory meanwhile: here they come first in the files."""
+    repository(tmp_path)
+    waited: list[bool] = []
+    real = read_quantized._Scales.when_there
+
+    def when_there(self: Any, action: Any) -> None:
+        waited.append(self._left > 0)
+        real(self, action)
+
+    monkeypatch.setattr(read_quantized._Scales, "when_there", when_there)
+    one_thread = {"storage": {"thread_count": 1}, "rollback": "none"}
+    dcp_pipeline.load_keys(tmp_path, config=config("bfloat16") | one_thread)
+    assert waited == [False, False]
 
 
 def test_special_numbers() -> None:

@@ -92,7 +92,12 @@ class DataFiles:
 
     def run(self, reads: dict[int, list[Read]]) -> int:
         """Do all reads with the storage's threads; the bytes read."""
-        tasks = [(file, part) for file in sorted(reads) for part in _tasks(reads[file])]
+        tasks = [
+            (file, part)
+            for is_early in (True, False)
+            for file in sorted(reads)
+            for part in _tasks([read for read in reads[file] if read.is_early is is_early])
+        ]
         stop = threading.Event()
 
         def check() -> None:

@@ -1,7 +1,8 @@
 """Reads of tensors that are stored as codes and scales: shard by shard, in slabs, as numbers.
 
-A box of the result needs a box of the codes and the scales that cover it. Whichever slab of codes
-comes before all scales are there waits for them; scales are read first where that can be chosen.
+A box of the result needs a box of the codes and the scales that cover it. Scales are read first,
+all of a load, which are a sixteenth of the codes at most. A slab of codes that comes before its
+scales are there, as it can where ranks pass on what they have read, waits for them.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class _ScalesSink:
         raise AssertionError("somebody waits for them")
 
     def read_through(self, offset: int, length: int, deliver: Callable[[memoryview], None]) -> Read:
-        return Read(offset, length, self.name, deliver=deliver)
+        return Read(offset, length, self.name, deliver=deliver, is_early=True)
 
     def narrow(self, dimension: int, start: int, count: int) -> _ScalesSink:
         return replace(self, view=self.view.narrow(dimension, start, count))
