@@ -75,6 +75,8 @@ if TYPE_CHECKING:
         FileSystemReader as FileSystemReader,
         FileSystemWriter as FileSystemWriter,
         HuggingFaceStorageReader as HuggingFaceStorageReader,
+        MegaStorageReader as MegaStorageReader,
+        MegaStorageWriter as MegaStorageWriter,
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
     from dcp_pipeline.graph.graph import (
@@ -219,6 +221,8 @@ _HOME = {
         "FileSystemReader",
         "FileSystemWriter",
         "HuggingFaceStorageReader",
+        "MegaStorageReader",
+        "MegaStorageWriter",
         "QuantizedHuggingFaceStorageReader",
     ),
     "dcp_pipeline.graph.graph": ("Graph",),

@@ -36,6 +36,8 @@ OURS = {
     "HuggingFaceStorageReader",
     "LoadReport",
     "Manifest",
+    "MegaStorageReader",
+    "MegaStorageWriter",
     "Node",
     "NodeTiming",
     "OptimizerStateType",

@@ -4,6 +4,7 @@ from dcp_pipeline.dcp.huggingface import (
     HuggingFaceStorageReader,
     QuantizedHuggingFaceStorageReader,
 )
+from dcp_pipeline.dcp.mega import MegaStorageReader, MegaStorageWriter
 from dcp_pipeline.dcp.reader import FileSystemReader
 from dcp_pipeline.dcp.writer import FileSystemWriter
 
@@ -11,5 +12,7 @@ __all__ = [
     "FileSystemReader",
     "FileSystemWriter",
     "HuggingFaceStorageReader",
+    "MegaStorageReader",
+    "MegaStorageWriter",
     "QuantizedHuggingFaceStorageReader",
 ]

@@ -12,9 +12,10 @@ from dcp_pipeline.core.errors import CorruptCheckpointError
 from dcp_pipeline.core.manifest import FileEntry, Manifest, MetadataEntry, check_places
 from dcp_pipeline.formats.metadata_pickle import write_metadata
 from dcp_pipeline.layout.dcp_metadata import manifest_of
+from dcp_pipeline.layout.export import ExportLayout
 from dcp_pipeline.layout.names import METADATA
 from dcp_pipeline.pipelines.job import SaveJob
-from dcp_pipeline.pipelines.steps.save_commit import publish, versions
+from dcp_pipeline.pipelines.steps.save_commit import publish, publish_export, versions
 from dcp_pipeline.pipelines.values import Receipt
 from dcp_pipeline.types.dcp import Metadata, StorageMeta, WriteResult
 
@@ -55,12 +56,15 @@ def commit_results(job: SaveJob, metadata: Metadata, results: list[list[WriteRes
         serialization=serialization.kind,
         layout=layout.kind,
         sums=tuple(receipt.sums for receipt in receipts if receipt.sums is not None),
-        checksum=layout.checksum,
+        checksum=layout.checksum or None,
         block_bytes=layout.block_bytes,
         versions=versions(),
         config=job.parts.recorded_config(),
         superseded=job.plan.superseded,
     )
+    if isinstance(layout, ExportLayout):
+        publish_export(job, layout, *layout.named(job.directory, manifest))
+        return
     check_places(manifest)
     publish(job, *_with_metadata(job, manifest, metadata))
 

@@ -15,7 +15,6 @@ from dcp_pipeline.core.errors import ConfigError, CorruptCheckpointError, Missin
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.formats.metadata_pickle import read_metadata
 from dcp_pipeline.formats.torch_zip import write_value
-from dcp_pipeline.formats.typed_json import decode
 from dcp_pipeline.layout.dcp_metadata import manifest_of, metadata_of
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.steps.data_files import DataFiles
@@ -134,7 +133,8 @@ class FileSystemReader(StorageReader):
         assert self._manifest is not None
         if self._manifest.serialization == "torch_save":
             return stored
-        return write_value(decode(stored))
+        serialization = self._parts.serialization_of(self._manifest.serialization)
+        return write_value(serialization.decode_value(stored))
 
     @property
     def checkpoint_id(self) -> str:

@@ -157,6 +157,10 @@ class FileSystemWriter(StorageWriter):
         dtype = dtype_name(data.dtype)
         if dtype is None:
             raise UnsupportedLeafError(f"{name!r} is a tensor of dtype {data.dtype}")
+        try:
+            self._parts.serialization.check_dtype(dtype)
+        except UnsupportedLeafError as error:
+            raise UnsupportedLeafError(f"{name!r} is {error}") from error
         chunk = item.tensor_data.chunk
         shape = tuple(item.tensor_data.size)
         return Item(name, tuple(chunk.offsets), tuple(data.shape), shape, dtype, data.detach())

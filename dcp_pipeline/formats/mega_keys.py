@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BOXES_KEY", "STATE_KEY", "is_value", "key_of_value", "value_key"]
+__all__ = [
+    "BOXES_KEY",
+    "FORMAT",
+    "FORMAT_KEY",
+    "STATE_KEY",
+    "is_value",
+    "key_of_value",
+    "value_key",
+]
 
+FORMAT_KEY: Final = "dcp_pipeline.format"
+"""In every file that this package writes: the version of what it adds to the format."""
+FORMAT: Final = 1
 STATE_KEY: Final = "dcp_pipeline.state"
 """JSON: the keys of the state and their paths, and what of it is empty."""
 BOXES_KEY: Final = "dcp_pipeline.boxes"

@@ -13,6 +13,8 @@ from dcp_pipeline.core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     FormatError,
+    IncompleteCheckpointError,
+    NewerFormatError,
     list_some,
 )
 from dcp_pipeline.core.fingerprint import Fingerprint, decode_fingerprint
@@ -23,7 +25,14 @@ from dcp_pipeline.core.table import ChunkTable, KeySpec, Kind
 from dcp_pipeline.core.tiling import tiling_problems
 from dcp_pipeline.formats.bounded_json import parse_object
 from dcp_pipeline.formats.mega import KeyValue, MegaFile, parse_mega
-from dcp_pipeline.formats.mega_keys import BOXES_KEY, STATE_KEY, is_value, key_of_value
+from dcp_pipeline.formats.mega_keys import (
+    BOXES_KEY,
+    FORMAT,
+    FORMAT_KEY,
+    STATE_KEY,
+    is_value,
+    key_of_value,
+)
 from dcp_pipeline.formats.mega_tensors import MegaTensor
 from dcp_pipeline.layout.mega_index import MAX_INDEX_BYTES, MegaIndex, parse_index
 from dcp_pipeline.layout.mega_names import INDEX, SINGLE, whole_files
@@ -93,6 +102,14 @@ def mega_manifest(directory: Directory, verify: bool = True) -> Manifest:
     """
     names, index = find_files(directory)
     files, entries = _parsed(directory, names)
+    if index is None and len(files) > 1 and any(FORMAT_KEY in file.metadata for file in files):
+        raise IncompleteCheckpointError(
+            f"the checkpoint in {directory.location} is incomplete: its shards are there, but not"
+            f" {INDEX}, which a save puts in place last of all",
+            directory.location,
+        )
+    for name, file in zip(names, files, strict=True):
+        _check_format(name, file)
     if index is not None and index.weight_map is not None:
         _check_map(index.weight_map, names, files)
     keys, values = _tensors(names, files), _values(files)
@@ -148,6 +165,15 @@ def _parsed(directory: Directory, names: list[str]) -> tuple[list[MegaFile], lis
                 raise type(error)(f"{name}: {error}") from error
             entries.append(FileEntry(name, source.size))
     return files, entries
+
+
+def _check_format(name: str, file: MegaFile) -> None:
+    found = file.metadata.get(FORMAT_KEY)
+    if found is not None and (type(found.value) is not int or found.value > FORMAT):
+        raise NewerFormatError(
+            f"{name} is of format {str(found.value)[:40]} of this package, which reads up to"
+            f" {FORMAT}: install a newer dcp-pipeline"
+        )
 
 
 def _check_map(weight_map: Mapping[str, str], names: list[str], files: list[MegaFile]) -> None:

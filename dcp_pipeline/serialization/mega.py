@@ -18,7 +18,7 @@ from dcp_pipeline.core.errors import UnsupportedLeafError
 from dcp_pipeline.core.spans import Span
 from dcp_pipeline.formats import mega_values
 from dcp_pipeline.formats.mega_encode import Header, MegaEntry, dtype_code, encode_mega
-from dcp_pipeline.formats.mega_keys import BOXES_KEY, value_key
+from dcp_pipeline.formats.mega_keys import BOXES_KEY, FORMAT, FORMAT_KEY, value_key
 from dcp_pipeline.formats.spans import Checksum
 from dcp_pipeline.formats.typed_json import decode, encode
 from dcp_pipeline.serialization.base import FileImage, Serialization
@@ -72,9 +72,7 @@ class MegaSerialization(Serialization):
             encoded = mega_values.encode_value(value)
             if encoded is not None:
                 return encoded
-        text = mega_values.encode_value(_JSON + encode(value).decode("ascii"))
-        assert text is not None
-        return text
+        return _encoded(_JSON + encode(value).decode("ascii"))
 
     def decode_value(self, data: bytes) -> Any:
         value = mega_values.decode_value(data)
@@ -86,7 +84,8 @@ class MegaSerialization(Serialization):
         tensors = [item for item in items if item.dtype is not None]
         entries, size = self._entries(tensors)
         values = {value_key(item.name): item.data for item in items if isinstance(item.data, bytes)}
-        header = encode_mega(entries, values | _boxes(entries, tensors), self._alignment)
+        own = _boxes(entries, tensors) | {FORMAT_KEY: _encoded(FORMAT)}
+        header = encode_mega(entries, values | own, self._alignment)
         start = len(header.data)
         places = _places(items, entries, header)
 
@@ -160,9 +159,13 @@ def _boxes(entries: Sequence[MegaEntry], tensors: Sequence[Item]) -> dict[str, b
         for entry, item in zip(entries, tensors, strict=True)
         if item.sizes != item.shape or entry.name != item.name
     }
-    encoded = mega_values.encode_value(json.dumps(found, separators=(",", ":")))
+    return {BOXES_KEY: _encoded(json.dumps(found, separators=(",", ":")))} if found else {}
+
+
+def _encoded(value: object) -> bytes:
+    encoded = mega_values.encode_value(value)
     assert encoded is not None
-    return {BOXES_KEY: encoded} if found else {}
+    return encoded
 
 
 def _places(

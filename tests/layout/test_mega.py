@@ -18,7 +18,9 @@ from dcp_pipeline.core.errors import (
     ChecksumError,
     CorruptCheckpointError,
     FormatError,
+    IncompleteCheckpointError,
     MissingFileError,
+    NewerFormatError,
     UnsafeCheckpointError,
 )
 from dcp_pipeline.core.manifest import Manifest
@@ -392,6 +394,22 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     put(tmp_path, "model.mega", mega([entry("a", shape, flags=1, codec=1, stored=len(stored))],
                                      stored))  # fmt: skip
     load(tmp_path, {"a": torch.ones(shape)})
+
+
+def test_shards_of_a_save_that_was_killed_before_its_index_are_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    for number in (1, 2):
+        data = mega([entry(f"t{number}")], FLOATS, {"dcp_pipeline.format": 1})
+        put(tmp_path, f"model-0000{number}-of-00002.mega", data)
+    with pytest.raises(IncompleteCheckpointError, match=r"not model\.mega\.index\.json"):
+        manifest_of(tmp_path)
+
+
+def test_a_newer_format_of_this_package_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, "model.mega", mega([entry("a")], FLOATS, {"dcp_pipeline.format": 2}))
+    with pytest.raises(NewerFormatError, match=r"model\.mega is of format 2"):
+        manifest_of(tmp_path)
 
 
 def test_links_out_of_the_folder_are_followed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
@@ -36,7 +37,14 @@ from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.types.exceptions import CheckpointException
 
-__all__ = ["commit", "encode_receipt", "publish", "remove_dead_files", "versions"]
+__all__ = [
+    "commit",
+    "encode_receipt",
+    "publish",
+    "publish_export",
+    "remove_dead_files",
+    "versions",
+]
 
 logger = logging.getLogger("dcp_pipeline")
 
@@ -122,6 +130,21 @@ def _publish_export(messages: list[bytes], job: SaveJob, layout: ExportLayout) -
     else:
         manifest = _assemble(messages, plan.plan, job)
         manifest, parts = layout.named(directory, manifest)
+    answers = [b""] * job.coordinator.world_size
+    answers[job.coordinator.rank] = publish_export(job, layout, manifest, parts)
+    return answers
+
+
+def publish_export(
+    job: SaveJob, layout: ExportLayout, manifest: Manifest, parts: Mapping[str, str]
+) -> bytes:
+    """As :func:`publish`, where files get their final names.
+
+    Args:
+        parts: the names that the files have until then, by final name.
+    """
+    plan, directory = job.plan, job.directory
+    assert plan is not None
     check_places(manifest)
     publication = layout.publication(directory, manifest, parts, plan.files)
     tokens = {part: directory.token(part) for part, _ in publication.files}
@@ -140,9 +163,7 @@ def _publish_export(messages: list[bytes], job: SaveJob, layout: ExportLayout) -
         _raise_unfinished(job, manifest, error)
     job.committed = manifest
     _tidy(job, plan)
-    answers = [b""] * job.coordinator.world_size
-    answers[job.coordinator.rank] = manifest.encode()
-    return answers
+    return manifest.encode()
 
 
 def publish(job: SaveJob, manifest: Manifest, also: list[tuple[str, bytes | None]]) -> bytes:
