@@ -23,20 +23,28 @@ from dcp_pipeline.formats.torch_values import check_readable, read_value, write_
 from dcp_pipeline.formats.zip_directory import Window, payload_offset, read_directory
 
 __all__ = [
+    "MAX_STATE_ENTRIES",
+    "MAX_STATE_PICKLE_BYTES",
+    "TENSOR_GLOBALS",
+    "Archive",
+    "Rebuilt",
+    "StorageType",
     "StoredTensor",
     "ZipFrame",
+    "check_containers",
     "check_readable",
     "frame_tensor",
     "parse_state_zip",
     "parse_tensor_zip",
     "read_value",
+    "storage_of",
     "write_value",
 ]
 
 _MAX_ENTRIES = 64
 _MAX_PICKLE_BYTES = 64 * 1024
-_MAX_STATE_ENTRIES = 1 << 18
-_MAX_STATE_PICKLE_BYTES = 32 << 20
+MAX_STATE_ENTRIES = 1 << 18
+MAX_STATE_PICKLE_BYTES = 32 << 20
 # Each needs one byte of a pickle and sixty of memory; a tensor needs two or three in 200 bytes.
 _FREE_CONTAINERS = 4096
 _MAX_DIMENSIONS = 1024
@@ -84,7 +92,9 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _StorageType:
+class StorageType:
+    """A class of storages; of none in particular without a dtype."""
+
     dtype: torch.dtype | None
 
 
@@ -96,7 +106,9 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rebuilt:
+class Rebuilt:
+    """A tensor as its pickle describes it."""
+
     storage: _Storage
     offset: int
     sizes: tuple[int, ...]
@@ -119,10 +131,10 @@ def parse_tensor_zip(read: Callable[[int, int], bytes], length: int) -> StoredTe
         UnsafeCheckpointError: its pickle asks for something else than a plain tensor, or its sizes
             are absurd.
     """
-    archive = _Archive(read, length, _MAX_ENTRIES)
+    archive = Archive(read, length, _MAX_ENTRIES)
     pickle = archive.pickle(_MAX_PICKLE_BYTES)
     tensor = load_inert(
-        pickle, _resolve, builders={}, persistent=_storage, keys=key_types(_StorageType)
+        pickle, _resolve, builders={}, persistent=storage_of, keys=key_types(StorageType)
     )
     return archive.locate(tensor)
 
@@ -136,17 +148,15 @@ def parse_state_zip(read: Callable[[int, int], bytes], length: int) -> dict[str,
         FormatError, UnsafeCheckpointError: as :func:`parse_tensor_zip`, or there is something else
             in it than tensors by name.
     """
-    archive = _Archive(read, length, _MAX_STATE_ENTRIES)
-    pickle = archive.pickle(_MAX_STATE_PICKLE_BYTES)
-    made = sum(map(pickle.count, (b"]", b"}", b"(")))
-    if made > _FREE_CONTAINERS + len(pickle) // 8:
-        raise UnsafeCheckpointError(f"a pickle of {len(pickle)} bytes makes {made} containers")
+    archive = Archive(read, length, MAX_STATE_ENTRIES)
+    pickle = archive.pickle(MAX_STATE_PICKLE_BYTES)
+    check_containers(pickle)
     state = load_inert(
         pickle,
         _resolve,
         builders={OrderedDict: lambda made, metadata: None},  # versions of modules
-        persistent=_storage,
-        keys=key_types(_StorageType),
+        persistent=storage_of,
+        keys=key_types(StorageType),
     )
     if not isinstance(state, dict):
         raise FormatError(f"a {type(state).__name__} where a state dict was expected")
@@ -159,8 +169,28 @@ def parse_state_zip(read: Callable[[int, int], bytes], length: int) -> dict[str,
     return {name: archive.locate(tensor, f", under {name!r}") for name, tensor in state.items()}
 
 
-class _Archive:
-    """The zip around tensors."""
+def check_containers(pickle: bytes, per: int = 8) -> None:
+    """Refuse a pickle that makes far more containers than it needs.
+
+    Args:
+        per: bytes that each has at least, but for the first few thousand.
+
+    Raises:
+        UnsafeCheckpointError: it does.
+    """
+    made = sum(map(pickle.count, (b"]", b"}", b"(")))
+    if made > _FREE_CONTAINERS + len(pickle) // per:
+        raise UnsafeCheckpointError(f"a pickle of {len(pickle)} bytes makes {made} containers")
+
+
+class Archive:
+    """The zip around tensors.
+
+    Args:
+        read: as for :func:`parse_tensor_zip`.
+        length: bytes of it.
+        max_entries: that it may have.
+    """
 
     def __init__(self, read: Callable[[int, int], bytes], length: int, max_entries: int) -> None:
         self._window = Window(read, length)
@@ -186,7 +216,7 @@ class _Archive:
 
     def locate(self, tensor: object, place: str = "") -> StoredTensor:
         """Where the elements of what the pickle holds lie."""
-        if type(tensor) is not _Rebuilt:
+        if type(tensor) is not Rebuilt:
             raise FormatError(f"a {type(tensor).__name__} where a tensor was expected{place}")
         payload = self._entries.get(f"{self._root}/data/{tensor.storage.key}")
         if payload is None:
@@ -200,7 +230,7 @@ class _Archive:
         )  # fmt: skip
 
 
-def _check_extent(tensor: _Rebuilt, payload_bytes: int) -> None:
+def _check_extent(tensor: Rebuilt, payload_bytes: int) -> None:
     width = 1 if tensor.storage.dtype is None else tensor.dtype.itemsize
     if tensor.storage.numel * width != payload_bytes:
         raise FormatError(
@@ -224,11 +254,12 @@ def _check_extent(tensor: _Rebuilt, payload_bytes: int) -> None:
         )
 
 
-def _storage(reference: object) -> _Storage:
+def storage_of(reference: object) -> _Storage:
+    """What a persistent id of a pickle stands for."""
     if type(reference) is not tuple or len(reference) != 5 or reference[0] != "storage":
         raise FormatError("a pickle refers to something that is not a storage")
     _, kind, key, _, numel = reference
-    if type(kind) is not _StorageType or type(key) is not str:
+    if type(kind) is not StorageType or type(key) is not str:
         raise FormatError("a pickle refers to a storage without type or key")
     return _Storage(kind.dtype, key, _count(numel))
 
@@ -249,27 +280,27 @@ def _counts(values: object) -> tuple[int, ...]:
     return tuple(map(_count, values))
 
 
-def _rebuilt(args: tuple[Any, ...], dtype: torch.dtype | None, rest: tuple[Any, ...]) -> _Rebuilt:
+def _rebuilt(args: tuple[Any, ...], dtype: torch.dtype | None, rest: tuple[Any, ...]) -> Rebuilt:
     storage = args[0]
     if type(storage) is not _Storage or not isinstance(dtype, torch.dtype):
         raise FormatError("a tensor is rebuilt of something that is not a storage and a dtype")
     if len(rest) > 1 or (rest and rest[0]):
         raise FormatError("a tensor with metadata (a lazy conjugate or negative)")
-    return _Rebuilt(storage, _count(args[1]), _counts(args[2]), _counts(args[3]), dtype)
+    return Rebuilt(storage, _count(args[1]), _counts(args[2]), _counts(args[3]), dtype)
 
 
-def _rebuild_v2(args: tuple[Any, ...]) -> _Rebuilt:
+def _rebuild_v2(args: tuple[Any, ...]) -> Rebuilt:
     return _rebuilt(args, args[0].dtype, args[6:])
 
 
-def _rebuild_v3(args: tuple[Any, ...]) -> _Rebuilt:
+def _rebuild_v3(args: tuple[Any, ...]) -> Rebuilt:
     if args[0].dtype is not None:
         raise FormatError("a tensor with a dtype of its own in a storage with another one")
     return _rebuilt(args, args[6], args[7:])
 
 
-def _rebuild_parameter(args: tuple[Any, ...]) -> _Rebuilt:
-    if type(args[0]) is not _Rebuilt:
+def _rebuild_parameter(args: tuple[Any, ...]) -> Rebuilt:
+    if type(args[0]) is not Rebuilt:
         raise FormatError("a parameter of something that is not a tensor")
     return args[0]
 
@@ -286,21 +317,21 @@ def _globals() -> dict[str, object]:
         "torch._utils._rebuild_parameter": Factory("_rebuild_parameter", _rebuild_parameter),
         "torch._utils._rebuild_tensor_v2": Factory("_rebuild_tensor_v2", _rebuild_v2),
         "torch._utils._rebuild_tensor_v3": Factory("_rebuild_tensor_v3", _rebuild_v3),
-        "torch.storage.UntypedStorage": _StorageType(None),
+        "torch.storage.UntypedStorage": StorageType(None),
     }
     known.update((f"torch.{name}", dtype) for name, dtype in NEW_DTYPES.items())
-    known.update((f"torch.{name}", _StorageType(dtype)) for name, dtype in TYPED_STORAGES.items())
+    known.update((f"torch.{name}", StorageType(dtype)) for name, dtype in TYPED_STORAGES.items())
     # torch.save of a dtype-less UntypedStorage view may name the older dtypes in v3 as well.
     known.update((str(dtype), dtype) for dtype in TYPED_STORAGES.values())
     return known
 
 
-_GLOBALS = _globals()
+TENSOR_GLOBALS = _globals()
 
 
 def _resolve(module: str, name: str) -> object:
     try:
-        return _GLOBALS[f"{module}.{name}"]
+        return TENSOR_GLOBALS[f"{module}.{name}"]
     except KeyError:
         raise UnsafeCheckpointError(
             f"the pickle of a tensor asks for {module}.{name}, which a plain tensor never needs"
