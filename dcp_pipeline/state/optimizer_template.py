@@ -267,7 +267,8 @@ class _Below:
                 self.states.setdefault(name, {})[inner] = spec
         for path in stored.empty:
             name, inner = _name_and_rest(path, names)
-            if name is not None:
+            # Ranks that are outside of a parameter's mesh had none, and the others had some.
+            if name is not None and (inner or name not in self.states):
                 self._empty.setdefault(name, []).append(inner)
 
     def has_none(self, name: str) -> bool:

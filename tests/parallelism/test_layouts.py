@@ -1,17 +1,29 @@
 """Saved on one layout, loaded on the others; and a resume on the same is exact."""
 
+import copy
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from dcp_pipeline import AppState, ReplicaMismatchError, load, save
+from dcp_pipeline import (
+    AppState,
+    CheckpointError,
+    RankLocal,
+    ReplicaMismatchError,
+    RngState,
+    load,
+    save,
+)
 from dcp_pipeline.state.helpers import StateDictOptions, get_state_dict
 from tests.distributed.pool import Pool
 from tests.marks import slow
-from tests.parallelism.layouts import LAYOUTS, Job, build
+from tests.parallelism.layouts import LAYOUTS, Feed, Job, build
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -48,23 +60,74 @@ def resume(path: Path, name: str, saved_as: str) -> tuple[dict[str, Any], list[f
     return whole(job), job.train(3, 6)
 
 
+OWN_MASKS = {"ddp", "compiled ddp", "fsdp2", "hsdp", "pipeline", "fsdp1"}
+"""Where ranks drop what they like; on other layouts some of them compute the same."""
+
+
+class Loader:
+    """Numbers of batches, shuffled anew in every epoch by a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.left: list[int] = []
+
+    def next(self) -> int:
+        if not self.left:
+            self.left = torch.randperm(5, generator=self.generator).tolist()
+        return self.left.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "left": list(self.left)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.generator.set_state(state_dict["generator"])
+        self.left = list(state_dict["left"])
+
+
+class Run:
+    """A job that draws: masks of its dropout, batches, and numbers of every kind."""
+
+    def __init__(self, name: str, lr: float, seed: int) -> None:
+        self.job, self.loader, self._name = build(name, lr=lr), Loader(seed), name
+        for module in self.job.model.modules():
+            if isinstance(module, Feed):
+                module.register_forward_hook(lambda _, args, out: nn.functional.dropout(out, 0.2))
+        mine = seed + (dist.get_rank() if name in OWN_MASKS else 0)
+        torch.manual_seed(mine)
+        np.random.seed(mine)
+        random.seed(mine)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "app": app_of(self.job, self._name),
+            "rng": RankLocal(RngState()),
+            "data": RankLocal(self.loader),
+        }
+
+    def train(self, steps: int) -> list[Any]:
+        return [
+            (random.random(), float(np.random.rand()), self.job.step(self.loader.next()))
+            for _ in range(steps)
+        ]
+
+
 def train_unbroken_and_resume(path: Path, name: str) -> list[str]:
     """What differs between an unbroken run and one that was resumed, also before the first step."""
     problems = []
     for before in (0, 3):
-        unbroken, broken = build(name), build(name)
-        broken.train(0, before)
-        save(app_of(broken, name), checkpoint_id=path / f"{name} {before}")
-        unbroken.train(0, before)
-        losses = unbroken.train(before, before + 3)
-        resumed = build(name, lr=1.0)
-        resumed.train(40, 42)
-        load(app_of(resumed, name), checkpoint_id=path / f"{name} {before}")
-        if resumed.train(before, before + 3) != losses:
-            problems.append(f"{before}: other losses")
-        if whole(resumed) != whole(unbroken):
+        unbroken = Run(name, 0.05, seed=1)
+        course = unbroken.train(before + 3)[before:]
+        broken = Run(name, 0.05, seed=1)
+        broken.train(before)
+        save(broken.state(), checkpoint_id=path / f"{name} {before}")
+        resumed = Run(name, 1.0, seed=8)
+        resumed.train(2)
+        load(resumed.state(), checkpoint_id=path / f"{name} {before}")
+        if resumed.train(3) != course:
+            problems.append(f"{before}: another course")
+        if whole(resumed.job) != whole(unbroken.job):
             problems.append(f"{before}: other values")
-        if resumed.scheduler.state_dict() != unbroken.scheduler.state_dict():
+        if resumed.job.scheduler.state_dict() != unbroken.job.scheduler.state_dict():
             problems.append(f"{before}: another schedule")
     dist.barrier()
     return problems
@@ -123,6 +186,59 @@ def test_from_one_number_of_ranks_to_another(ranks: Pool, tmp_path: Path, name: 
 def test_t38_a_resume_is_exact(ranks: Pool, tmp_path: Path, name: str) -> None:
     size = LAYOUTS[name].sizes[0]
     assert ranks(size).run(train_unbroken_and_resume, tmp_path, name) == [[]] * size
+
+
+class Refuses:
+    """Does not take its state on the last rank."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": 1}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no")
+
+
+def fail_while_applying(path: Path, name: str, is_first: bool) -> list[str]:
+    """What a load has left changed that fails on one rank, before or after the others."""
+    problems = []
+    job = build(name)
+    job.train(0, 2)
+
+    def state(job: Job) -> dict[str, Any]:
+        parts = {"app": app_of(job, name), "rng": RankLocal(RngState())}
+        return {"bad": Refuses()} | parts if is_first else parts | {"bad": Refuses()}
+
+    save(state(job), checkpoint_id=path / "c")
+    for steps in (0, 2):
+        other, same = build(name, lr=0.9), build(name, lr=0.9)
+        other.train(20, 20 + steps)
+        before = whole(other), copy.deepcopy(other.scheduler.state_dict()), torch.get_rng_state()
+        try:
+            load(state(other), checkpoint_id=path / "c")
+            problems.append("went through")
+        except CheckpointError as error:
+            problems += [] if "ValueError: no" in str(error) else [str(error)]
+        if (whole(other), other.scheduler.state_dict()) != before[:2]:
+            problems.append(f"{steps}: other values")
+        if not torch.equal(torch.get_rng_state(), before[2]):
+            problems.append(f"{steps}: another random state")
+        same.train(20, 20 + steps)
+        if other.train(30, 32) != same.train(30, 32) or whole(other) != whole(same):
+            problems.append(f"{steps}: another course")
+    dist.barrier()
+    return problems
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(
+    "name", [name if name in ("fsdp1", "fsdp2") else slow(name) for name in LAYOUTS]
+)
+def test_a_load_that_fails_leaves_every_rank(
+    ranks: Pool, tmp_path: Path, name: str, is_first: bool
+) -> None:
+    size = LAYOUTS[name].sizes[0]
+    assert ranks(size).run(fail_while_applying, tmp_path, name, is_first) == [[]] * size
 
 
 def save_stages_nested(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ def put_in_place(template: FlatState, values: Mapping[Path, Any], rollback: Roll
     take_out(template, rollback.containers)
     for path, below in own.items():
         _put_local(template.locals[path], below, template, rollback, last)
+    failures: list[Exception] = []
     # The inner before the outer, whose state holds the inner objects themselves.
     for entry in reversed(template.expanded):
         if template.local_at(entry.path) is not None:
@@ -44,9 +45,20 @@ def put_in_place(template: FlatState, values: Mapping[Path, Any], rollback: Roll
             last.append((entry.owner, entry.state))
         rollback.applying(entry)
         if not isinstance(entry.owner, RngState):
-            give_state(entry.owner, entry.state)
+            # After a failure the rest takes its state all the same, and then its old one: in both
+            # the other ranks may need this one, as for FSDP1's modules.
+            _collect(failures, partial(give_state, entry.owner, entry.state))
     for owner, state in last:
-        owner.load_state_dict(state)
+        _collect(failures, partial(owner.load_state_dict, state))
+    if failures:
+        raise failures[0]
+
+
+def _collect(failures: list[Exception], action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception as error:
+        failures.append(error)
 
 
 def _put_local(
