@@ -10,9 +10,17 @@ from typing import Any, Final
 import numpy as np
 
 from dcp_pipeline.core.errors import FormatError, UnsafeCheckpointError
-from dcp_pipeline.core.packing import pack_columns, unpack_columns
+from dcp_pipeline.core.packing import Column, pack_columns, unpack_columns
 
-__all__ = ["CHECKSUM_BYTES", "Span", "SpansByRow", "check_spans", "decode_spans", "encode_spans"]
+__all__ = [
+    "CHECKSUM_BYTES",
+    "Span",
+    "SpansByRow",
+    "check_spans",
+    "decode_spans",
+    "encode_spans",
+    "moved",
+]
 
 CODECS: Final = ("raw", "zstd")
 CHECKSUM_BYTES: Final[Mapping[str, int]] = {"": 0, "crc32": 4, "sha256": 32}
@@ -109,6 +117,18 @@ def decode_spans(data: Any) -> dict[int, tuple[Span, ...]]:
     if at != len(digests):
         raise FormatError(f"{len(digests)} bytes of digests, the spans have {at}")
     return {row: tuple(spans) for row, spans in found.items()}
+
+
+def moved(encoded: SpansByRow, order: Column) -> dict[int, tuple[Span, ...]]:
+    """The spans of the rows of a table that was put into another order.
+
+    Args:
+        order: ``[n]`` the rows as they were, in the order in which they are now.
+    """
+    if not encoded:
+        return {}
+    rows = order.tolist()
+    return {now: encoded[before] for now, before in enumerate(rows) if before in encoded}
 
 
 def check_spans(spans: Sequence[Span], nbytes: int, file_size: int, name: str) -> None:

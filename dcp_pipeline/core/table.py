@@ -147,8 +147,12 @@ class ChunkTable:
 
     def sort(self) -> ChunkTable:
         """Rows in the order of a manifest: by key, then by offsets."""
+        return self.take(self.order())
+
+    def order(self) -> Column:
+        """``[n]`` the rows in the order of a manifest."""
         columns = [self.offsets[:, d] for d in reversed(range(self.dimensions))]
-        return self.take(np.lexsort([*columns, self.key]))
+        return np.lexsort([*columns, self.key]).astype(np.int64)
 
     def widen(self, dimensions: int) -> ChunkTable:
         """The same rows with at least ``dimensions`` columns of offsets and sizes."""

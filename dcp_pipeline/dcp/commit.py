@@ -87,9 +87,16 @@ def _placed(manifest: Manifest, receipts: list[Receipt], files: list[FileEntry])
     }
     table = manifest.table
     file = np.asarray([number[entry.name] for entry in manifest.files], np.int64)[table.file]
-    starts = [payload[place] for place in zip(file.tolist(), table.offset.tolist(), strict=True)]
+    spans = {
+        (number[receipt.files[receipt.file[row]].name], int(receipt.offset[row])): found
+        for receipt in receipts
+        for row, found in receipt.encoded.items()
+    }
+    places = list(zip(file.tolist(), table.offset.tolist(), strict=True))
+    starts = [payload[place] for place in places]
+    encoded = {row: spans[place] for row, place in enumerate(places) if place in spans}
     placed = replace(table, file=file, payload=np.asarray(starts, np.int64))
-    return replace(manifest, table=placed, files=tuple(files))
+    return replace(manifest, table=placed, files=tuple(files), encoded=encoded)
 
 
 def _with_metadata(

@@ -139,9 +139,10 @@ def _entry(tensor: MegaEntry) -> bytes:
         if _flags(first):
             fields |= 4 | 8
             tail.append(struct.pack("<II", _flags(first), CODECS.index(first.codec)))
-    if first.shuffle:
+    shuffle = max(span.shuffle for span in tensor.spans)
+    if shuffle:
         fields |= 16
-        tail.append(struct.pack("<I", first.shuffle))
+        tail.append(struct.pack("<I", shuffle))
     if first.checksum and not is_chunked:
         fields |= 32
         tail.append(struct.pack("<I32s", CHECKSUMS.index(first.checksum), first.digest))

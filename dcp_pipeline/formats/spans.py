@@ -12,7 +12,6 @@ from dcp_pipeline.core.errors import ChecksumError, FormatError
 from dcp_pipeline.core.spans import Span
 
 __all__ = [
-    "Checksum",
     "check_stored",
     "checksum_of",
     "compress",
@@ -25,41 +24,15 @@ _STEP_BYTES = 1 << 20
 _MAX_WINDOW = 1 << 27
 
 
-class Checksum:
-    """A checksum over bytes that come in parts.
-
-    Args:
-        kind: ``crc32`` (zlib's, little-endian), ``sha256``, or empty for none.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._crc = 0
-        self._sha = hashlib.sha256()
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
-        if self._kind == "crc32":
-            self._crc = crc32(data, self._crc)
-        elif self._kind == "sha256":
-            self._sha.update(data)
-
-    def digest(self) -> bytes:
-        """The checksum of all bytes so far; empty for none."""
-        if self._kind == "crc32":
-            return self._crc.to_bytes(4, "little")
-        return self._sha.digest() if self._kind == "sha256" else b""
-
-
 def checksum_of(kind: str, data: bytes | memoryview) -> bytes:
-    """The checksum of stored bytes, see :class:`Checksum`.
+    """The checksum of stored bytes, zlib's CRC-32, little-endian, or SHA-256; empty for none.
 
     >>> checksum_of("crc32", b"123456789").hex()
     '2639f4cb'
     """
-    checksum = Checksum(kind)
-    checksum.update(data)
-    return checksum.digest()
+    if kind == "crc32":
+        return crc32(data).to_bytes(4, "little")
+    return hashlib.sha256(data).digest() if kind == "sha256" else b""
 
 
 def check_stored(span: Span, data: memoryview, name: str) -> None:

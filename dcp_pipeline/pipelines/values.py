@@ -10,6 +10,7 @@ import numpy as np
 from dcp_pipeline.core.manifest import FileEntry, SumsEntry
 from dcp_pipeline.core.packing import Column
 from dcp_pipeline.core.path import Path
+from dcp_pipeline.core.spans import SpansByRow
 from dcp_pipeline.layout.export import PlannedFile
 from dcp_pipeline.planning.base import GlobalPlan
 
@@ -64,6 +65,7 @@ class Receipt:
         fingerprint: ``[n]`` uint64 what each chunk adds to the fingerprint of its key, as
             :func:`dcp_pipeline.core.contributions.fingerprints_of` takes it; ``None`` where it was
             not taken.
+        encoded: chunks whose bytes are not simply their elements, and how they are stored.
     """
 
     files: tuple[FileEntry, ...]
@@ -75,6 +77,7 @@ class Receipt:
     nbytes: int
     seconds: float = 0.0
     fingerprint: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = None
+    encoded: SpansByRow = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dcp_pipeline.core.packing import Column
+from dcp_pipeline.core.spans import SpansByRow
 from dcp_pipeline.formats.value_digest import value_digest
 from dcp_pipeline.types.entries import Item
 
@@ -22,6 +23,8 @@ class FileImage:
         size: bytes of the file.
         offset, length, payload: per item, as in a :class:`ChunkTable`.
         segments: the bytes, in order; each view is valid until the next is asked for.
+        encoded: items of tensors whose bytes are not simply their elements, and how they are
+            stored; places are those in the file.
     """
 
     size: int
@@ -29,6 +32,7 @@ class FileImage:
     length: Column
     payload: Column
     segments: Callable[[], Iterator[memoryview]]
+    encoded: SpansByRow = field(default_factory=dict)
 
 
 class Serialization(ABC):

@@ -73,15 +73,28 @@ class MegaConfig(KindConfig):
             find it in the file.
         chunk_bytes: tensors with more bytes are cut into chunks, each with a checksum of its own.
         alignment: the elements begin at a multiple of it in the file, bytes.
+        compression: ``zstd`` compresses each chunk by itself, where that makes it smaller.
+        level: of zstd, from fast to small.
+        shuffle: group the bytes of a chunk by their place in their element before it is compressed.
     """
 
     kind: Literal["mega"] = "mega"
     checksum: Literal["none", "crc32", "sha256"] = "crc32"
     chunk_bytes: Annotated[Bytes, Field(ge=_SMALLEST_CHUNK)] = 16 << 20
     alignment: Annotated[Bytes, AfterValidator(_aligned)] = 4096
+    compression: Literal["none", "zstd"] = "none"
+    level: Annotated[int, Field(ge=1, le=22)] = 3
+    shuffle: bool = False
 
     def build(self) -> MegaSerialization:
         """Make the serialization."""
         from dcp_pipeline.serialization.mega import MegaSerialization
 
-        return MegaSerialization(self.checksum, self.chunk_bytes, self.alignment)
+        return MegaSerialization(
+            self.checksum,
+            self.chunk_bytes,
+            self.alignment,
+            self.compression,
+            self.level,
+            self.shuffle,
+        )

@@ -8,10 +8,12 @@ tensor; a key/value says which box of which tensor it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import torch
 
 from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import UnsupportedLeafError
@@ -19,9 +21,9 @@ from dcp_pipeline.core.spans import Span
 from dcp_pipeline.formats import mega_values
 from dcp_pipeline.formats.mega_encode import Header, MegaEntry, dtype_code, encode_mega
 from dcp_pipeline.formats.mega_keys import BOXES_KEY, FORMAT, FORMAT_KEY, value_key
-from dcp_pipeline.formats.spans import Checksum
 from dcp_pipeline.formats.typed_json import decode, encode
 from dcp_pipeline.serialization.base import FileImage, Serialization
+from dcp_pipeline.serialization.mega_packing import Kept, Packing
 from dcp_pipeline.types.entries import Item
 from dcp_pipeline.types.memory import segments_of
 
@@ -41,8 +43,12 @@ class MegaSerialization(Serialization):
     Args:
         checksum: of the format itself: ``none``, ``crc32`` or ``sha256``. It stands before the
             elements, which are therefore looked at twice.
-        chunk_bytes: tensors with more bytes are cut into chunks, each with its checksum.
+        chunk_bytes: tensors with more bytes are cut into chunks, each compressed by itself and with
+            its checksum.
         alignment: of the first element in the file, bytes.
+        compression: ``none`` or ``zstd``; what does not get smaller by it is stored as it is.
+        level: of zstd.
+        shuffle: group bytes by their place in their element before they are compressed.
     """
 
     kind: ClassVar[str] = "mega"
@@ -50,10 +56,20 @@ class MegaSerialization(Serialization):
     dcp_reads: ClassVar[bool] = False
 
     def __init__(
-        self, checksum: str = "crc32", chunk_bytes: int = 16 << 20, alignment: int = 4096
+        self,
+        checksum: str = "crc32",
+        chunk_bytes: int = 16 << 20,
+        alignment: int = 4096,
+        compression: str = "none",
+        level: int = 3,
+        shuffle: bool = False,
     ) -> None:
-        self._checksum = "" if checksum == "none" else checksum
-        self._chunk_bytes = chunk_bytes // _MULTIPLE * _MULTIPLE
+        self._packing = Packing(
+            checksum="" if checksum == "none" else checksum,
+            chunk_bytes=chunk_bytes // _MULTIPLE * _MULTIPLE,
+            level=level if compression == "zstd" else None,
+            shuffle=shuffle,
+        )
         self._alignment = alignment
 
     def check_name(self, name: str) -> None:
@@ -82,65 +98,61 @@ class MegaSerialization(Serialization):
 
     def image(self, items: Sequence[Item]) -> FileImage:
         tensors = [item for item in items if item.dtype is not None]
-        entries, size = self._entries(tensors)
+        kept = Kept()
+        entries, size = self._entries(tensors, kept)
         values = {value_key(item.name): item.data for item in items if isinstance(item.data, bytes)}
         own = _boxes(entries, tensors) | {FORMAT_KEY: _encoded(FORMAT)}
         header = encode_mega(entries, values | own, self._alignment)
         start = len(header.data)
-        places = _places(items, entries, header)
 
         def segments() -> Iterator[memoryview]:
             yield memoryview(header.data)
-            for item in tensors:
-                assert not isinstance(item.data, bytes)
-                yield from segments_of(item.data)
+            for item, entry in zip(tensors, entries, strict=True):
+                views, width = segments_of(_tensor(item)), ITEM_SIZES[entry.dtype_name]
+                yield from self._packing.stored(views, width, list(entry.spans), kept)
             yield memoryview(_TAIL)
 
-        columns = np.asarray(places, np.int64).reshape(-1, 2)
+        columns = np.asarray(_places(items, entries, header), np.int64).reshape(-1, 2)
         return FileImage(
             start + size + len(_TAIL),
             columns[:, 0].copy(),
             columns[:, 1].copy(),
             np.zeros(len(items), np.int64),
             segments,
+            _encoded_items(items, entries, start),
         )
 
-    def _entries(self, tensors: Sequence[Item]) -> tuple[list[MegaEntry], int]:
-        """The tensors of a file, and the bytes of all."""
+    def _entries(self, tensors: Sequence[Item], kept: Kept) -> tuple[list[MegaEntry], int]:
+        """The tensors of a file, and the stored bytes of all."""
         taken: set[str] = set()
         entries, offset = [], 0
         for item in tensors:
-            assert item.dtype is not None and not isinstance(item.data, bytes)
-            nbytes = int(np.prod(item.sizes, dtype=np.int64)) * ITEM_SIZES[item.dtype]
-            spans = tuple(self._spans(segments_of(item.data), nbytes, offset))
-            entries.append(MegaEntry(_unique(_name(item), taken), item.dtype, item.sizes, spans))
-            offset += nbytes
+            assert item.dtype is not None
+            width = ITEM_SIZES[item.dtype]
+            nbytes = int(np.prod(item.sizes, dtype=np.int64)) * width
+            views = segments_of(_tensor(item))
+            spans = self._packing.spans(views, nbytes, width, offset, kept)
+            name = _unique(_name(item), taken)
+            entries.append(MegaEntry(name, item.dtype, item.sizes, tuple(spans)))
+            offset = spans[-1].offset + spans[-1].stored
         return entries, offset
 
-    def _spans(self, views: Iterable[memoryview], nbytes: int, offset: int) -> Iterator[Span]:
-        """The chunks of a tensor at ``offset`` of the payload; one without a checksum is whole."""
-        if not self._checksum:
-            yield Span(offset, nbytes, 0, nbytes)
-            return
-        begin, checksum = 0, Checksum(self._checksum)
-        end = min(self._chunk_bytes, nbytes)
-        at = 0
-        for view in views:
-            position = 0
-            while position < len(view):
-                part = view[position : position + end - at]
-                checksum.update(part)
-                position, at = position + len(part), at + len(part)
-                if at == end and end < nbytes:
-                    yield self._span(offset, begin, end, checksum)
-                    begin, checksum = end, Checksum(self._checksum)
-                    end = min(begin + self._chunk_bytes, nbytes)
-        yield self._span(offset, begin, end, checksum)
 
-    def _span(self, offset: int, begin: int, end: int, checksum: Checksum) -> Span:
-        size = end - begin
-        digest = checksum.digest()
-        return Span(offset + begin, size, begin, size, "raw", 0, self._checksum, digest)
+def _tensor(item: Item) -> torch.Tensor:
+    assert not isinstance(item.data, bytes)
+    return item.data
+
+
+def _encoded_items(
+    items: Sequence[Item], entries: Sequence[MegaEntry], start: int
+) -> dict[int, tuple[Span, ...]]:
+    """The items whose bytes are not simply their elements, with places in the file."""
+    rows = [row for row, item in enumerate(items) if item.dtype is not None]
+    return {
+        row: tuple(replace(span, offset=start + span.offset) for span in entry.spans)
+        for row, entry in zip(rows, entries, strict=True)
+        if not all(span.is_plain for span in entry.spans)
+    }
 
 
 def _is_torn(text: str) -> bool:

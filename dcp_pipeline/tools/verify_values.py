@@ -48,7 +48,10 @@ class ValueCheck:
             return None
         table = self._manifest.table
         rows = self._index.between(file, begin, end)
-        is_tensor = [table.keys[key].dtype is not None for key in table.key[rows]]
+        is_tensor = [
+            table.keys[key].dtype is not None and row not in self._manifest.encoded
+            for row, key in zip(rows.tolist(), table.key[rows].tolist(), strict=True)
+        ]
         starts = (table.offset[rows] + table.payload[rows]).tolist()
         lengths = np.where(is_tensor, table.nbytes[rows], 0).tolist()
         items = table.item_sizes[rows].tolist()

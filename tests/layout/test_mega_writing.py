@@ -31,8 +31,10 @@ MEGA_DTYPES = [
 ]
 
 
-def config(checksum: str = "crc32", **layout: Any) -> dict[str, Any]:
+def config(checksum: str = "crc32", packed: bool = False, **layout: Any) -> dict[str, Any]:
     serialization = {"kind": "mega", "checksum": checksum, "chunk_bytes": "64KiB"}
+    if packed:
+        serialization |= {"compression": "zstd", "shuffle": True}
     return {"layout": {"kind": "mega", **layout}, "serialization": serialization}
 
 
@@ -91,12 +93,14 @@ def nested() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("checksum", ["none", "crc32", "sha256"])
+@pytest.mark.parametrize(
+    ("checksum", "packed"), [("none", False), ("crc32", False), ("sha256", True)]
+)
 @pytest.mark.parametrize("serialized", ["layout", "serialization"])
 def test_nested_states_come_back_as_they_were(
-    tmp_path: Path, checksum: str, serialized: str
+    tmp_path: Path, checksum: str, packed: bool, serialized: str
 ) -> None:
-    settings = config(checksum)
+    settings = config(checksum, packed)
     if serialized == "serialization":
         settings["layout"] = {"kind": "dcp"}
     saved = dcp_pipeline.save(nested(), checkpoint_id=tmp_path, config=settings)
@@ -114,9 +118,10 @@ def test_nested_states_come_back_as_they_were(
         assert opened.fingerprint == saved.manifest.fingerprint and opened.is_foreign
 
 
-def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path) -> None:
-    state = every_dtype()
-    dcp_pipeline.save(state, checkpoint_id=tmp_path, config=config())
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, packed: bool) -> None:
+    state = every_dtype() | {"zeros": torch.zeros(90, 40), "strided": torch.ones(40, 900).t()}
+    dcp_pipeline.save(state, checkpoint_id=tmp_path, config=config(packed=packed))
     back = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
     report = dcp_pipeline.load(back, checkpoint_id=tmp_path, config=config())
     assert report.is_verified
@@ -145,6 +150,40 @@ def test_large_tensors_are_chunked_each_chunk_with_its_checksum(tmp_path: Path) 
     with pytest.raises(dcp_pipeline.CheckpointException, match=r"model\.mega, w is damaged"):
         dcp_pipeline.load(template, checkpoint_id=tmp_path, config=config())
     assert (template["w"] == -1).all()
+
+
+@pytest.mark.parametrize("layout", ["mega", "dcp"])
+def test_what_gets_smaller_is_compressed_chunk_by_chunk(tmp_path: Path, layout: str) -> None:
+    torch.manual_seed(0)
+    state = {
+        "ramp": torch.arange(60_000, dtype=torch.int64),
+        "strided": torch.arange(40_000.0).view(200, 200).t(),
+        "noise": torch.randint(0, 256, (70_000,), dtype=torch.uint8),
+    }
+    settings = config(packed=True) | {"layout": {"kind": layout}}
+    saved = dcp_pipeline.save(state, checkpoint_id=tmp_path, config=settings)
+    assert str(saved.manifest.fingerprint) == str(dcp_pipeline.fingerprint(state))
+    (path,) = tmp_path.glob("*.mega")
+    assert path.stat().st_size < 0.5 * sum(t.numel() * t.element_size() for t in state.values())
+    spans = {tensor.name: tensor.spans for tensor in parse(path).tensors}
+    assert {(span.codec, span.shuffle) for span in spans["ramp"]} == {("zstd", 8)}
+    assert [span.size for span in spans["ramp"]] == [65536] * 7 + [480_000 - 7 * 65536]
+    assert {span.codec for span in spans["noise"]} == {"raw"}
+    loaded = dcp_pipeline.load_keys(tmp_path, config=settings)
+    assert_same(in_order(loaded), in_order(state))
+    template = {"ramp": torch.zeros(60_000, dtype=torch.int64)}
+    strict = {"strict": {"strided": False, "noise": False}}
+    report = dcp_pipeline.load(template, checkpoint_id=tmp_path, config=settings | strict)
+    assert torch.equal(template["ramp"], state["ramp"]) and report.is_verified
+
+
+def test_what_is_not_kept_is_compressed_again_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_pipeline.serialization.mega_packing._BUDGET_BYTES", 0)
+    state = {"ramp": torch.arange(60_000, dtype=torch.int64)}
+    dcp_pipeline.save(state, checkpoint_id=tmp_path, config=config(packed=True))
+    assert_same(load_all(tmp_path), state)
 
 
 def test_no_elements_are_taken_for_a_footer(tmp_path: Path) -> None:
@@ -188,12 +227,12 @@ def state_of(value: float) -> dict[str, torch.Tensor]:
     return {f"layers.{i}.w": torch.arange(600.0).view(20, 30) + value + i for i in range(6)}
 
 
-def save_sharded(path: Path, value: float) -> str:
+def save_sharded(path: Path, value: float, packed: bool = False) -> str:
     given: dict[str, Any] = {
         name: shard(tensor, number) for number, (name, tensor) in enumerate(state_of(value).items())
     }
     given |= {"step": 7, "own": {f"rank{torch.distributed.get_rank()}": torch.ones(3)}}
-    saved = dcp_pipeline.save(given, checkpoint_id=path, config=config())
+    saved = dcp_pipeline.save(given, checkpoint_id=path, config=config(packed=packed))
     return str(saved.manifest.fingerprint)
 
 
@@ -220,7 +259,7 @@ def load_all(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_ranks(ranks: Pool, tmp_path: Path, size: int) -> None:
-    prints = ranks(size).run(save_sharded, tmp_path, 1.0)
+    prints = ranks(size).run(save_sharded, tmp_path, 1.0, size == 2)
     state = {**state_of(1.0), "step": 7, "own": {f"rank{r}": torch.ones(3) for r in range(size)}}
     assert set(prints) == {str(dcp_pipeline.fingerprint(state))}
     assert_same(in_order(load_all(tmp_path)), in_order(state))

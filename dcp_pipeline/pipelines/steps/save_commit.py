@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from dcp_pipeline.core.fingerprint import Fingerprint, make_fingerprint
 from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.manifest import FileEntry, Manifest, SumsEntry, check_places
 from dcp_pipeline.core.packing import pack_columns, unpack_columns
+from dcp_pipeline.core.spans import Span, decode_spans, encode_spans, moved
 from dcp_pipeline.core.table import ChunkTable
 from dcp_pipeline.layout.export import ExportLayout
 from dcp_pipeline.layout.record import dead_names
@@ -87,11 +88,13 @@ def _is_abort(error: BaseException) -> bool:
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
-    header = {
+    header: dict[str, Any] = {
         "seconds": receipt.seconds,
         "files": [[entry.name, entry.size] for entry in receipt.files],
         "sums": receipt.sums and [receipt.sums.name, receipt.sums.size, receipt.sums.digest],
     }
+    if receipt.encoded:
+        header["encoded"] = encode_spans(receipt.encoded)
     columns = {
         "file": receipt.file,
         "offset": receipt.offset,
@@ -252,6 +255,8 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
     }
     table = plan.table
     planned = np.bincount(table.owner, minlength=len(messages))
+    encoded: dict[int, tuple[Span, ...]] = {}
+    begin = 0
     words: list[bytes] = []
     seconds: list[float] = []
     for rank, message in enumerate(messages):
@@ -265,6 +270,10 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
             raise FormatError(
                 f"rank {rank} reports {count} chunks, {planned[rank]} were planned for it"
             )
+        if "encoded" in header:
+            spans_of = decode_spans(header["encoded"])
+            encoded |= {begin + row: spans for row, spans in spans_of.items()}
+        begin += count
         received["file"] = received["file"] + len(files)
         for name, parts in columns.items():
             parts.append(received[name])
@@ -274,6 +283,7 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
     places = {name: np.concatenate(parts) for name, parts in columns.items()}
     job.slowest_writer = max(zip(seconds, range(len(seconds)), strict=True))[::-1]
     placed = ChunkTable.from_columns(table.keys, table.columns("key", "owner") | places)
+    order = placed.order()
     layout = job.parts.layout
     assert job.plan is not None
     return Manifest(
@@ -283,7 +293,7 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
         serialization=job.parts.serialization.kind,
         layout=layout.kind,
         names=plan.names,
-        table=placed.sort(),
+        table=placed.take(order),
         files=tuple(files),
         sums=tuple(sums),
         checksum=layout.checksum or None,
@@ -294,6 +304,7 @@ def _assemble(messages: list[bytes], plan: GlobalPlan, job: SaveJob) -> Manifest
         superseded=job.plan.superseded,
         notes=job.notes,
         fingerprint=_fingerprint(plan, words) if words else None,
+        encoded=moved(encoded, order),
     )
 
 

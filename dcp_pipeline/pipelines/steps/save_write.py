@@ -21,11 +21,13 @@ from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import PeerFailedError
 from dcp_pipeline.core.manifest import FileEntry, SumsEntry
 from dcp_pipeline.core.runs import Box
+from dcp_pipeline.core.spans import Span
 from dcp_pipeline.core.sums import BlockSums, encode_sums, sums_digest
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.values import Receipt, Share
 from dcp_pipeline.serialization.base import FileImage
 from dcp_pipeline.types.entries import Entries, Item, Piece
+from dcp_pipeline.types.memory import segments_of
 
 __all__ = ["box_of", "items_of", "split_evenly", "step_views", "write", "write_items"]
 
@@ -62,7 +64,18 @@ def write_items(items: list[Item], job: SaveJob, has_fingerprint: bool = False) 
         nbytes=sum(image.size for image in images),
         seconds=time.perf_counter() - started,
         fingerprint=np.concatenate([file.words for file in files]) if has_fingerprint else None,
+        encoded=_encoded(images),
     )
+
+
+def _encoded(images: list[FileImage]) -> dict[int, tuple[Span, ...]]:
+    """The encoded items of several files, by their number among all items."""
+    found: dict[int, tuple[Span, ...]] = {}
+    first = 0
+    for image in images:
+        found |= {first + row: spans for row, spans in image.encoded.items()}
+        first += len(image.offset)
+    return found
 
 
 def split_evenly(nbytes: Sequence[int], parts: int) -> list[slice]:
@@ -174,7 +187,7 @@ def _write_file(
         name, image.size, image.segments(), observe, block_bytes
     ))  # fmt: skip
     sums = BlockSums(name, image.size, layout.checksum, layout.block_bytes, b"".join(digests))
-    return _Written(image, sums, _words(items, taken))
+    return _Written(image, sums, _words(items, image, taken))
 
 
 def step_views(data: memoryview, multiple: int = 1) -> Iterator[memoryview]:
@@ -185,10 +198,27 @@ def step_views(data: memoryview, multiple: int = 1) -> Iterator[memoryview]:
 
 
 def _contributions(items: list[Item], image: FileImage) -> Contributions:
-    tensors = [row for row, item in enumerate(items) if item.dtype is not None]
+    tensors = _plain(items, image)
     starts = (image.offset + image.payload)[tensors].tolist()
     lengths = [_nbytes(items[row]) for row in tensors]
     return Contributions(starts, lengths, lambda number: box_of(items[tensors[number]]))
+
+
+def _plain(items: list[Item], image: FileImage) -> list[int]:
+    """The tensors whose elements are in the file as they are."""
+    rows = range(len(items))
+    return [row for row in rows if items[row].dtype is not None and row not in image.encoded]
+
+
+def _word_of(item: Item) -> np.uint64:
+    """What an item adds to the fingerprint of its key, where no file has its elements."""
+    assert not isinstance(item.data, bytes)
+    taken, position = Contributions([0], [_nbytes(item)], lambda _: box_of(item)), 0
+    for view in segments_of(item.data):
+        for part in step_views(view):
+            taken.add(position, part)
+            position += len(part)
+    return np.uint64(taken.result()[0][0])
 
 
 def box_of(item: Item) -> Box:
@@ -197,12 +227,14 @@ def box_of(item: Item) -> Box:
     return Box(item.shape, item.offsets, item.sizes, ITEM_SIZES[item.dtype])
 
 
-def _words(items: list[Item], taken: Contributions | None) -> Words:
+def _words(items: list[Item], image: FileImage, taken: Contributions | None) -> Words:
     """Per item what it adds to the fingerprint of its key, nothing where that was not taken."""
     if taken is None:
         return np.zeros(0, np.uint64)
     words = np.asarray([item.digest for item in items], np.int64).view(np.uint64)
-    words[[item.dtype is not None for item in items]] = taken.result()[0]
+    words[_plain(items, image)] = taken.result()[0]
+    for row in image.encoded:
+        words[row] = _word_of(items[row])
     return words
 
 
