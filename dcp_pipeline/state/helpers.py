@@ -113,7 +113,8 @@ def set_model_state_dict(
 
     Raises:
         MissingKeyError, UnexpectedKeyError: the same, with ``strict``; nothing was changed.
-        ShapeMismatchError: a whole tensor does not fit.
+        ShapeMismatchError: a tensor does not fit; nothing was changed, unless the module that it is
+            for loads in a way of its own.
     """
     return put_into_model(model, model_state_dict, _checked(options))
 

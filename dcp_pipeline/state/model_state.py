@@ -17,7 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from dcp_pipeline.core.errors import MissingKeyError, StateError, UnexpectedKeyError, list_some
+from dcp_pipeline.core.errors import (
+    MissingKeyError,
+    ShapeMismatchError,
+    StateError,
+    UnexpectedKeyError,
+    list_some,
+)
 from dcp_pipeline.core.table import Kind
 from dcp_pipeline.state.fitting import Fit, FittingState, Stored
 from dcp_pipeline.state.full_state import Form, Target, gathered, offloaded, sent_from_first, spread
@@ -162,6 +168,7 @@ def put_into_model(
         given = spread(given, find, check)
     else:
         check(given)
+        _check_shapes(model, names, given, template)
     wanted = {keys[name]: value for name, value in given.items() if name in keys}
     if is_on_meta(model):
         fill_meta(model, wanted)
@@ -189,6 +196,32 @@ def _check(missing: list[str], unexpected: list[str]) -> None:
         lines.append(f"the state has, and the model lacks: {list_some(unexpected)}")
     kind = MissingKeyError if missing else UnexpectedKeyError
     raise kind("; ".join(lines), missing=missing, unexpected=unexpected)
+
+
+def _check_shapes(
+    model: nn.Module, names: ModelNames, given: Mapping[str, Any], own: Mapping[str, Any]
+) -> None:
+    """Raise for what would not fit, before torch has copied what comes before it.
+
+    Modules that load in a way of their own may take another shape.
+    """
+    fixed = {
+        names.of(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+        and not module._load_state_dict_pre_hooks
+        for name, value in (*module._parameters.items(), *module._buffers.items())
+        if value is not None and not nn.parameter.is_lazy(value)
+    }
+    wrong = [
+        (name, list(given[name].shape), list(own[name].shape))
+        for name in given.keys() & own.keys() & fixed
+        if isinstance(given[name], torch.Tensor) and given[name].shape != own[name].shape
+    ]
+    if wrong:
+        wrong.sort()
+        lines = [f"{name}: {found} given, {expected} wanted" for name, found, expected in wrong]
+        raise ShapeMismatchError(list_some(lines), shapes=list(wrong))
 
 
 def is_on_meta(model: nn.Module) -> bool:

@@ -182,6 +182,39 @@ def test_strict() -> None:
         set_model_state_dict(model, state, options=StateDictOptions(broadcast_from_rank0=True))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["embedding.weight", "layers.0.bias", "scale", "layers.1.running"])
+@pytest.mark.parametrize("wrapper", [None, *WRAPPERS])
+def test_a_shape_that_does_not_fit(name: str, strict: bool, wrapper: str | None) -> None:
+    model = wrapped((wrapper,) if wrapper else (), 0)
+    given = get_model_state_dict(wrapped((), 1)) | {name: torch.zeros(5, 5)}
+    before = values(model)
+    with pytest.raises(ShapeMismatchError, match=name) as raised:
+        set_model_state_dict(model, given, options=StateDictOptions(strict=strict))
+    assert [shape[0] for shape in raised.value.shapes] == [name]
+    assert values(model) == before
+
+
+class Grows(nn.Module):
+    """Takes what has another shape than what it has."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(size))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.seen = torch.empty_like(state_dict[f"{prefix}seen"])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_a_module_that_takes_other_shapes() -> None:
+    model = nn.Sequential(Grows(2), nn.LazyLinear(3))
+    given = get_model_state_dict(nn.Sequential(Grows(4), nn.Linear(2, 3)))
+    set_model_state_dict(model, given)
+    assert model[0].seen.tolist() == [1.0] * 4
+    assert model[1].weight.shape == (3, 2)
+
+
 def test_submodules_and_prefixes() -> None:
     model = Model()
     inner = {model.layers[0]}
