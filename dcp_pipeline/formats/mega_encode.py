@@ -131,14 +131,13 @@ def _entry(tensor: MegaEntry) -> bytes:
     shape = storage_shape(tensor.dtype_name, tensor.shape)
     is_chunked = len(tensor.spans) > 1
     first = tensor.spans[0]
-    offset = 0 if is_chunked else first.offset
-    fields = 1 | 2 * (not is_chunked)
-    tail = [write_text(CHUNKED if is_chunked else RAW, 4)]
-    if not is_chunked:
-        tail.append(struct.pack("<Q", first.stored))
-        if _flags(first):
-            fields |= 4 | 8
-            tail.append(struct.pack("<II", _flags(first), CODECS.index(first.codec)))
+    # Of chunks the reference takes both together for where they end in the payload.
+    stored = sum(span.stored for span in tensor.spans)
+    fields = 1 | 2
+    tail = [write_text(CHUNKED if is_chunked else RAW, 4), struct.pack("<Q", stored)]
+    if _flags(first) and not is_chunked:
+        fields |= 4 | 8
+        tail.append(struct.pack("<II", _flags(first), CODECS.index(first.codec)))
     shuffle = max(span.shuffle for span in tensor.spans)
     if shuffle:
         fields |= 16
@@ -151,7 +150,7 @@ def _entry(tensor: MegaEntry) -> bytes:
             write_text(tensor.name, 4),
             struct.pack(f"<II{len(shape)}Q", fields, len(shape), *reversed(shape)),
             write_text(dtype_code(tensor.dtype_name), 4),
-            struct.pack("<Q", offset),
+            struct.pack("<Q", min(span.offset for span in tensor.spans)),
             *tail,
         ]
     )

@@ -56,6 +56,16 @@ def test_one_process(tmp_path: Path, saver: Any, loader: Any) -> None:
     assert loaded["step"] == 3
 
 
+def test_compressed(tmp_path: Path) -> None:
+    settings = {"compression": "zstd", "shuffle": True}
+    large = {"w": torch.arange(50_000).view(500, 100), "v": torch.zeros(300), "n": 1}
+    dcp.save(large, storage_writer=MegaStorageWriter(tmp_path, serialization=settings))
+    assert (tmp_path / "model.mega").stat().st_size < 100_000
+    template = {"w": torch.zeros(500, 100, dtype=torch.int64), "v": torch.ones(300), "n": 0}
+    dcp.load(template, storage_reader=MegaStorageReader(tmp_path))
+    assert torch.equal(template["w"], large["w"]) and not template["v"].any()
+
+
 def test_a_sample_is_read_by_plain_dcp(tmp_path: Path) -> None:
     (tmp_path / "x.mega").write_bytes((SAMPLES / "chunked_crc32.mega").read_bytes())
     template = {"x": torch.zeros(2, 4)}

@@ -40,7 +40,11 @@ def tensors() -> dict[str, torch.Tensor]:
         high = 2 if name == "bool" else 256
         raw = torch.randint(0, high, (6, 5, DTYPES[name].itemsize), dtype=torch.uint8)
         found[name] = raw.view(DTYPES[name]).reshape(6, 5)
-    return found | {"large": torch.arange(30_000.0), "scalar": torch.tensor(3.0)}
+    return found | {
+        "large": torch.arange(30_000.0),
+        "zeros": torch.zeros(50, 40),
+        "scalar": torch.tensor(3.0),
+    }
 
 
 def theirs(*files: Path) -> dict[str, torch.Tensor]:
@@ -59,10 +63,13 @@ def parsed(path: Path) -> dict[str, Any]:
         os.close(descriptor)
 
 
+@pytest.mark.parametrize("packing", ["raw", "zstd", "shuffled"])
 @pytest.mark.parametrize("checksum", ["none", "crc32", "sha256"])
 @pytest.mark.parametrize("layout", ["mega", "dcp"])
-def test_they_open_what_we_write(tmp_path: Path, layout: str, checksum: str) -> None:
-    serialization = {"kind": "mega", "checksum": checksum, "chunk_bytes": "64KiB"}
+def test_they_open_what_we_write(tmp_path: Path, layout: str, checksum: str, packing: str) -> None:
+    serialization: dict[str, Any] = {"kind": "mega", "checksum": checksum, "chunk_bytes": "64KiB"}
+    if packing != "raw":
+        serialization |= {"compression": "zstd", "shuffle": packing == "shuffled"}
     settings = {"layout": layout, "serialization": serialization}
     state = tensors()
     saved = {**state, "step": 3, "names": ["a", "b"], "pair": (1, 2)}
@@ -77,6 +84,8 @@ def test_they_open_what_we_write(tmp_path: Path, layout: str, checksum: str) -> 
     assert header["metadata"]["step"] == 3 and header["metadata"]["names"] == ["a", "b"]
     assert header["footer_overlay"]["present"] == (layout == "mega")
     records = {record[0]: record for record in header["tensor_records"]}
+    if packing != "raw":
+        assert records["zeros"][6] < 8000 and records["zeros"][7] == 1 + 2 * (packing != "zstd")
     if checksum != "none":
         kind = {"crc32": 1, "sha256": 2}[checksum]
         assert records["float32"][10] == kind
