@@ -17,6 +17,7 @@ from dcp_pipeline.core.liveness import ProcessIdentity, forget, give_up
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path
 from dcp_pipeline.pipelines.parts import Parts
+from dcp_pipeline.pipelines.resumption import Resumption
 from dcp_pipeline.pipelines.values import CoordinatorPlan
 from dcp_pipeline.storage.base import Directory
 
@@ -36,6 +37,8 @@ class SaveJob:
         coordinator: the ranks that take part.
         directory: where the checkpoint goes.
         save_id: 32 hexadecimal digits, once agreed.
+        lasting_id: the save id of a conversion that can be taken up again; empty for a save.
+        resumption: what this rank of such a conversion has done already.
         written: names of the files that this rank has made.
         may_delete: whether this rank may still delete them: until the coordinator may have
             committed them.
@@ -56,6 +59,8 @@ class SaveJob:
     notes: Mapping[str, Any] = field(default_factory=dict)
     guard: Callable[[], None] | None = None
     save_id: str = ""
+    lasting_id: str = ""
+    resumption: Resumption | None = None
     written: list[str] = field(default_factory=list)
     may_delete: bool = True
     has_tried_to_commit: bool = False
@@ -101,10 +106,17 @@ class SaveJob:
         if self.coordinator.peer_failed():
             raise PeerFailedError(f"rank {self.coordinator.rank} stopped: another rank has failed")
 
+    def resumable(self) -> Resumption | None:
+        """What this rank has done already, once the save id is agreed; ``None`` for a save."""
+        if self.lasting_id and self.resumption is None:
+            rank = self.coordinator.rank
+            self.resumption = Resumption(self.directory, self.save_id, rank)
+        return self.resumption
+
     def abandon(self) -> None:
         """Remove what this rank has written for a save that failed; in doubt leave it."""
         try:
-            for name in self.written if self.may_delete else ():
+            for name in self.written if self.may_delete and not self.lasting_id else ():
                 # One that cannot be removed is no reason to leave the others.
                 _remove(self.directory, name)
         finally:
@@ -113,6 +125,8 @@ class SaveJob:
 
     def finish(self) -> None:
         """Remove the marker of a save that is committed."""
+        if self.resumption is not None:
+            self.resumption.forget()
         if self.heartbeat is not None:
             self.heartbeat.stop(remove=True)
 

@@ -24,6 +24,7 @@ from dcp_pipeline.pipelines.complete import complete
 from dcp_pipeline.pipelines.convert import convert_graph, streamed_entries
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.parts import Parts
+from dcp_pipeline.pipelines.resumption import lasting_id
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.tools.convert_check import check_target
 from dcp_pipeline.tools.convert_source import Chosen, Sources, choose
@@ -107,6 +108,7 @@ def convert(
     weights: Sequence[float] | None = None,
     memory: int | str = "2GiB",
     check: bool = True,
+    resume: bool = True,
     plan_only: bool = False,
     progress: Progress | None = None,
     process_group: Any = None,
@@ -132,6 +134,8 @@ def convert(
         memory: bytes that tensors may take on this rank, beside what the process has.
         check: read the target again at the end, and compare every tensor's fingerprint with that
             of what the source gave, and with the source's own where one is recorded.
+        resume: leave what is finished where a conversion is broken off, and go on from there when
+            it is tried again with the same arguments and ranks; without, it is removed.
         plan_only: say what would be written, and write nothing.
         progress: called while this rank writes.
 
@@ -173,6 +177,8 @@ def convert(
             return planned
         slab_bytes = _slab_bytes(memory, parts.storage.thread_count)
         job = SaveJob(parts, coordinator, directory, {"converted_from": list(sources)})
+        if resume:
+            job.lasting_id = _lasting_id(planned, opened, checked, coordinator, slab_bytes, shares)
         with Sources(opened, chosen, shares, job.check_peers) as reading:
             meter = _Meter(reading.fill, progress, chosen[0].nbytes // coordinator.world_size)
             entries = streamed_entries(
@@ -274,8 +280,34 @@ def _keys(chosen: Chosen) -> tuple[PlannedKey, ...]:
     )
 
 
+def _lasting_id(
+    planned: Conversion,
+    opened: Sequence[tuple[Directory, Manifest]],
+    config: PipelineConfig,
+    coordinator: Coordinator,
+    *others: object,
+) -> str:
+    """The same for the same conversion of the same bytes by as many ranks."""
+    contents = [
+        [manifest.save_id, manifest.names, [_token(directory, e.name) for e in manifest.files]]
+        for directory, manifest in opened
+    ]
+    return lasting_id(
+        planned.source, planned.target, planned.keys, contents, config.digest(),
+        coordinator.world_size, *others,
+    )  # fmt: skip
+
+
+def _token(directory: Directory, name: str) -> str | None:
+    # The files of foreign checkpoints may lie in folders.
+    return directory.token(name) if "/" not in name else f"{name}-{directory.size(name)}"
+
+
 def _slab_bytes(memory: int | str, threads: int) -> int:
-    budget = parse_bytes(memory)
+    try:
+        budget = parse_bytes(memory)
+    except ValueError as error:
+        raise ConfigError(f"memory: {error}, found {memory!r}", "memory") from error
     if not isinstance(budget, int) or budget < (64 << 20) * threads:
         raise ConfigError(
             f"memory is at least 64MiB for each of the {threads} threads, found {memory!r}",

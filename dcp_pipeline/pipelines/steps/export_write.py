@@ -12,11 +12,13 @@ from math import prod
 import numpy as np
 
 from dcp_pipeline.core.contributions import Contributions
+from dcp_pipeline.core.crc64 import Words
 from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import PeerFailedError
 from dcp_pipeline.pipelines.job import SaveJob
+from dcp_pipeline.pipelines.resumption import batches, words_as_text, words_of_text
 from dcp_pipeline.pipelines.steps.save_write import box_of, items_of, split_evenly, step_views
-from dcp_pipeline.pipelines.values import Receipt, Share
+from dcp_pipeline.pipelines.values import Places, Receipt, Share
 from dcp_pipeline.storage.base import RangeWriter
 from dcp_pipeline.types.entries import Entries, Item
 from dcp_pipeline.types.memory import segments_of
@@ -34,19 +36,20 @@ def write_ranges(staged: Entries, share: Share, job: SaveJob) -> Receipt:
     places = share.places
     words = np.zeros(len(items), np.uint64)
     nothing = np.zeros(len(items), np.int64)
+    resumption, whole = job.resumable(), [slice(0, len(items))]
+    if resumption is not None:
+        whole = batches([_nbytes(item) for item in items], 1)
+    for batch in whole:
+        unit = f"{batch.start}-{batch.stop}"
+        found = resumption.found(unit) if resumption is not None else None
+        if found is not None and all(job.directory.token(n) is not None for n in found[0]):
+            words[batch] = words_of_text(found[1])
+            job.written += found[0]
+        elif batch.stop:
+            names = _write_batch(items[batch], places, batch, words, job)
+            if resumption is not None:
+                resumption.note(unit, [names, words_as_text(words[batch])])
     if items:
-        with ExitStack() as stack:
-            writers = {
-                number: stack.enter_context(_opened(job, *places.files[number]))
-                for number in sorted(set(places.file.tolist()))
-            }
-            work = [
-                (item, writers[file], start)
-                for item, file, start in zip(
-                    items, places.file.tolist(), places.start.tolist(), strict=True
-                )
-            ]
-            words = _write_all(work, job)
         job.directory.sync()
     nbytes = sum(_nbytes(item) for item in items)
     return Receipt(
@@ -60,6 +63,22 @@ def write_ranges(staged: Entries, share: Share, job: SaveJob) -> Receipt:
         seconds=time.perf_counter() - started,
         fingerprint=words if job.parts.config.fingerprint else None,
     )
+
+
+def _write_batch(
+    items: list[Item], places: Places, batch: slice, words: Words, job: SaveJob
+) -> list[str]:
+    """Write some items, durably; the names of the files that they lie in."""
+    numbers, starts = places.file[batch].tolist(), places.start[batch].tolist()
+    with ExitStack() as stack:
+        writers = {
+            number: stack.enter_context(_opened(job, *places.files[number]))
+            for number in sorted(set(numbers))
+        }
+        rows = zip(items, numbers, starts, strict=True)
+        work = [(item, writers[number], start) for item, number, start in rows]
+        words[batch] = _write_all(work, job)
+    return [places.files[number][0] for number in writers]
 
 
 def _opened(job: SaveJob, name: str, size: int) -> RangeWriter:
@@ -76,7 +95,7 @@ def _nbytes(item: Item) -> int:
 Work = tuple[Item, RangeWriter, int]
 
 
-def _write_all(work: list[Work], job: SaveJob) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _write_all(work: list[Work], job: SaveJob) -> Words:
     """Several threads, each with about as many bytes; what the items add to fingerprints."""
     stop = threading.Event()
     words = np.zeros(len(work), np.uint64)

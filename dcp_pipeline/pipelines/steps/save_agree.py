@@ -11,6 +11,7 @@ import numpy as np
 
 from dcp_pipeline.core.errors import (
     CheckpointExistsError,
+    ConcurrentSaveError,
     DisagreementError,
     MissingFileError,
     ShapeConflictError,
@@ -22,6 +23,7 @@ from dcp_pipeline.core.path import Path, decode_path, dotted, encode_path
 from dcp_pipeline.core.table import ChunkTable, KeySpec
 from dcp_pipeline.layout.export import ExportLayout, PlannedFile
 from dcp_pipeline.layout.marker import replaced_by_killed
+from dcp_pipeline.layout.record import is_live_marker
 from dcp_pipeline.pipelines.job import Heartbeat, SaveJob
 from dcp_pipeline.pipelines.values import CoordinatorPlan, Places, Share
 from dcp_pipeline.planning.base import GlobalPlan
@@ -138,7 +140,8 @@ def start_save(
             " elsewhere, or set overwrite=replace",
             directory.location,
         )
-    save_id = uuid.uuid4().hex
+    save_id = job.lasting_id or uuid.uuid4().hex
+    _refuse_twin(job, layout.marker_name(save_id))
     inherited = replaced_by_killed(directory, job.parts.storage.stale_after)
     replaced = inherited.union(layout.replaced_names(directory))
     tokens = layout.watched(directory) if isinstance(layout, ExportLayout) else {}
@@ -166,6 +169,16 @@ def _renamed(plan: GlobalPlan, keys: Column) -> dict[str, str]:
         for local, key in enumerate(keys.tolist())
         if plan.names[key] != dotted(specs[key].path)
     }
+
+
+def _refuse_twin(job: SaveJob, marker: str) -> None:
+    """Raise if the very same conversion is under way."""
+    stale_after = job.parts.storage.stale_after
+    if job.lasting_id and is_live_marker(job.directory, marker, stale_after):
+        raise ConcurrentSaveError(
+            f"the same conversion into {job.directory.location} is under way: {marker} is there,"
+            " and its process is alive"
+        )
 
 
 def plan_files(job: SaveJob, layout: ExportLayout, plan: GlobalPlan) -> tuple[PlannedFile, ...]:

@@ -24,6 +24,7 @@ from dcp_pipeline.core.runs import Box
 from dcp_pipeline.core.spans import Span
 from dcp_pipeline.core.sums import BlockSums, encode_sums, sums_digest
 from dcp_pipeline.pipelines.job import SaveJob
+from dcp_pipeline.pipelines.resumption import batches, words_as_text, words_of_text
 from dcp_pipeline.pipelines.values import Receipt, Share
 from dcp_pipeline.serialization.base import FileImage
 from dcp_pipeline.types.entries import Entries, Item, Piece
@@ -47,7 +48,11 @@ def write_items(items: list[Item], job: SaveJob, has_fingerprint: bool = False) 
         words = np.zeros(0, np.uint64) if has_fingerprint else None
         return Receipt((), None, nothing, nothing, nothing, nothing, 0, fingerprint=words)
     started = time.perf_counter()
-    parts = split_evenly([_nbytes(item) for item in items], job.parts.storage.thread_count)
+    sizes = [_nbytes(item) for item in items]
+    if job.resumable() is None:
+        parts = split_evenly(sizes, job.parts.storage.thread_count)
+    else:
+        parts = batches(sizes, job.parts.storage.thread_count)
     files = _write_files(job, [items[part] for part in parts], has_fingerprint)
     entries = tuple(FileEntry(file.sums.name, file.image.size) for file in files)
     sums = _write_sums(job, [file.sums for file in files]) if job.parts.layout.checksum else None
@@ -142,7 +147,8 @@ def _write_files(job: SaveJob, parts: list[list[Item]], has_fingerprint: bool) -
 
     if len(parts) == 1:
         return [write_one(0)]
-    with ThreadPoolExecutor(len(parts), "dcp_pipeline write") as pool:
+    threads = min(len(parts), job.parts.storage.thread_count)
+    with ThreadPoolExecutor(threads, "dcp_pipeline write") as pool:
         try:
             futures = [pool.submit(write_one, number) for number in range(len(parts))]
             wait(futures)
@@ -165,6 +171,9 @@ def _write_file(
     rank = job.coordinator.rank
     name = layout.data_name(rank, number, job.save_id, serialization.extension)
     image = serialization.image(items)
+    found = _found(job, name, image)
+    if found is not None:
+        return found
     digests: list[bytes] = []
     taken = _contributions(items, image) if has_fingerprint else None
     position = 0
@@ -187,7 +196,25 @@ def _write_file(
         name, image.size, image.segments(), observe, block_bytes
     ))  # fmt: skip
     sums = BlockSums(name, image.size, layout.checksum, layout.block_bytes, b"".join(digests))
-    return _Written(image, sums, _words(items, image, taken))
+    written = _Written(image, sums, _words(items, image, taken))
+    if job.resumption is not None:
+        fact = [image.size, sums.digests.hex(), words_as_text(written.words)]
+        job.resumption.note(name, fact)
+    return written
+
+
+def _found(job: SaveJob, name: str, image: FileImage) -> _Written | None:
+    """A data file that was finished before a conversion was broken off; else room for it."""
+    if job.resumption is None:
+        return None
+    layout, fact = job.parts.layout, job.resumption.found(name)
+    if fact is not None and fact[0] == image.size and job.directory.token(name) is not None:
+        job.written.append(name)
+        digests = bytes.fromhex(fact[1])
+        sums = BlockSums(name, image.size, layout.checksum, layout.block_bytes, digests)
+        return _Written(image, sums, words_of_text(fact[2]))
+    job.directory.delete([name])
+    return None
 
 
 def step_views(data: memoryview, multiple: int = 1) -> Iterator[memoryview]:
@@ -242,6 +269,8 @@ def _write_sums(job: SaveJob, sums: list[BlockSums]) -> SumsEntry:
     layout = job.parts.layout
     name = layout.sums_name(job.coordinator.rank, job.save_id)
     data = encode_sums(sums, layout.checksum, layout.block_bytes)
+    if job.resumption is not None:
+        job.directory.delete([name])
     _create(job, name, lambda: job.directory.put(name, data))
     return SumsEntry(name, len(data), sums_digest(layout.checksum, data))
 
