@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcp_pipeline.state.optimizer_state import PARAMS, Parameter
@@ -26,6 +27,9 @@ _KERNELS = ("fused", "foreach", "capturable", "differentiable")
 def state_after_a_step(parameter: Parameter, is_real: bool = False) -> Mapping[Any, Any] | None:
     """The entries that the optimizer would make for a parameter; their values mean nothing.
 
+    It is found out once for a parameter. What is kept has the shapes, dtypes and devices of these
+    entries, and no memory; only tensors that are made of others are as the step has made them.
+
     Args:
         is_real: step on zeros that are sharded as the parameter is, and lie where it does. All
             ranks of its mesh have to take part. Otherwise entries are plain tensors of global
@@ -34,6 +38,13 @@ def state_after_a_step(parameter: Parameter, is_real: bool = False) -> Mapping[A
     Returns:
         ``None`` where the optimizer cannot step on one parameter alone.
     """
+    if is_real not in parameter.answers:
+        found = _found_out(parameter, is_real)
+        parameter.answers[is_real] = None if found is None else _without_memory(found)
+    return parameter.answers[is_real]
+
+
+def _found_out(parameter: Parameter, is_real: bool) -> Mapping[Any, Any] | None:
     if not _can_have_a_twin(parameter.optimizer):
         return None
     like = parameter.tensor
@@ -53,6 +64,26 @@ def state_after_a_step(parameter: Parameter, is_real: bool = False) -> Mapping[A
             # Optimizers may do anything in their step. What one does not tell is not checked.
             continue
     return None
+
+
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_memory(child) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_memory, value))
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        return DTensor.from_local(
+            local.new_empty(()).expand(local.shape),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if type(value) is torch.Tensor and not value.is_meta:
+        return value.new_empty(()).expand(value.shape)
+    return value
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -44,6 +44,7 @@ class Parameter:
         optimizer: that updates it.
         group: index of its parameter group.
         index: its number in the optimizer's own state dict.
+        answers: what was found out about its first step.
     """
 
     name: str
@@ -51,6 +52,9 @@ class Parameter:
     optimizer: torch.optim.Optimizer
     group: int
     index: int
+    answers: dict[bool, Mapping[Any, Any] | None] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def state(self) -> Mapping[Any, Any]:

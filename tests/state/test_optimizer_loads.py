@@ -1,17 +1,27 @@
 """Ways to load an optimizer's state: the helpers, planners of DCP's, a part that is left out."""
 
 import copy
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from dcp_pipeline import AppState, DefaultLoadPlanner, load, save
+from dcp_pipeline import AppState, DefaultLoadPlanner, StateDictOptions, load, save
+from dcp_pipeline.state.first_step import state_after_a_step
+from dcp_pipeline.state.flatten import flatten
 from dcp_pipeline.state.helpers import (
     get_state_dict,
     set_state_dict,
 )
+from dcp_pipeline.state.model_names import ModelNames
+from dcp_pipeline.state.optimizer_state import owners
+from tests.distributed.pool import Pool
 from tests.state.optimizers import LAYOUTS, bits, model_of, plain, train
 
 
@@ -59,6 +69,81 @@ def test_a_planner_of_dcps_and_an_object_without_state(tmp_path: Path, options: 
     load({"app": app}, checkpoint_id=tmp_path / "c", planner=DefaultLoadPlanner())
     assert bits(other) == bits(model)
     assert plain(fresh.state_dict()) == plain(optimizer.state_dict())
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps a value per row and one per column, and notes the parameters that it steps."""
+
+    stepped: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            self.stepped.append(parameter)
+            state = self.state[parameter]
+            for name, dim in (("rows", -1), ("columns", 0)):
+                state.setdefault(name, torch.zeros_like(parameter.grad.sum(dim)))
+                state[name].add_(parameter.grad.square().sum(dim))
+            state.setdefault("kept", [torch.zeros(3)])[0].add_(1)
+            parameter.sub_(parameter.grad, alpha=0.01)
+
+
+def load_sharded(path: Path, flat: bool) -> tuple[dict[str, int], list[bool], Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    made = []
+    for seed in (0, 1):
+        model = model_of(seed)
+        for layer in model:
+            layer.bias = None  # of one dimension
+        fully_shard(model, mesh=mesh)
+        made.append((model, Factored(model.parameters())))
+    (model, optimizer), (other, fresh) = made
+    train(model, optimizer, 2)
+    save(AppState(model, optimizer, options=options), checkpoint_id=path)
+    Factored.stepped.clear()
+    app = AppState(other, fresh, options=options)
+    load(app, checkpoint_id=path)
+    kinds = ["real" if isinstance(each, DTensor) else each.device.type for each in Factored.stepped]
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    same = [
+        torch.equal(value.full_tensor(), fresh.state[two][key].full_tensor())
+        and value.placements == fresh.state[two][key].placements
+        for one, two in pairs
+        for key, value in optimizer.state[one].items()
+        if isinstance(value, DTensor)
+    ]
+    return dict(Counter(kinds)), same, plain(fresh.state[next(other.parameters())]["kept"])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_first_step_is_tried_once(ranks: Pool, tmp_path: Path, flat: bool) -> None:
+    for kinds, same, kept in ranks(2).run(load_sharded, tmp_path, flat):
+        # Two parameters, when the template is made and when the optimizer takes its state.
+        assert kinds["meta"] <= 4
+        assert kinds["real"] == 2
+        assert same == [True] * 4
+        assert kept == [("torch.float32", [2.0] * 3)]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor, Factored])
+def test_what_is_found_out_takes_no_memory(optimizer: Any) -> None:
+    model = model_of()
+    for is_real in (False, True):
+        for parameter in owners(ModelNames(model), [optimizer(model[:1].parameters())]):
+            if optimizer is Factored and parameter.tensor.dim() < 2:
+                continue
+            found = state_after_a_step(parameter, is_real)
+            assert found
+            assert state_after_a_step(parameter, is_real) is found
+            for leaf in flatten(dict(found)).leaves:
+                storage = leaf.value.untyped_storage()
+                assert leaf.value.is_meta or storage.nbytes() <= 8
 
 
 @pytest.mark.parametrize("steps", [0, 2])
