@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -55,12 +56,11 @@ def dequantize(
         tensor([  1.,   2.,  12., -12.])
     """
     if quantized.method == "mxfp4":
-        factors = _spread(_powers(scales), quantized.block, begin, codes.shape)
-        pairs = _PAIRS.index_select(0, codes.reshape(-1).to(torch.int32))
-        pairs = pairs.view(*codes.shape, 2).mul_(factors.unsqueeze(-1))
-        return pairs.flatten(-2)
+        factors = _spread(_looked_up(_POWERS, scales), quantized.block, begin, codes.shape)
+        pairs = _looked_up(_PAIRS, codes).view(torch.float32).view(*codes.shape, 2)
+        return pairs.mul_(factors.unsqueeze(-1)).flatten(-2)
     factors = _spread(scales.to(torch.float32), quantized.block, begin, codes.shape)
-    return codes.to(torch.float32).mul_(factors)
+    return _looked_up(_numbers_of(codes.dtype), codes).mul_(factors)
 
 
 def _spread(
@@ -74,15 +74,27 @@ def _spread(
     return scales
 
 
-def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    return _POWERS.index_select(0, exponents.reshape(-1).to(torch.int32)).view(exponents.shape)
+def _looked_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """For each byte its entry in a table of 256, which is many times faster than a conversion."""
+    numbers = codes.reshape(-1).view(torch.uint8).to(torch.int32)
+    return table.index_select(0, numbers).view(codes.shape)
+
+
+@cache
+def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32)
 
 
 _POWERS = torch.tensor(
     [math.ldexp(1.0, exponent - 127) for exponent in range(256)], dtype=torch.float32, device="cpu"
 )
-_PAIRS = torch.tensor(
-    [[_NUMBERS[code & 15], _NUMBERS[code >> 4]] for code in range(256)],
-    dtype=torch.float32,
-    device="cpu",
+# Two numbers in one entry.
+_PAIRS = (
+    torch.tensor(
+        [[_NUMBERS[code & 15], _NUMBERS[code >> 4]] for code in range(256)],
+        dtype=torch.float32,
+        device="cpu",
+    )
+    .view(torch.int64)
+    .view(-1)
 )

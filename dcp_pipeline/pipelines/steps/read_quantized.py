@@ -18,11 +18,13 @@ from dcp_pipeline.core.errors import DtypeMismatchError
 from dcp_pipeline.core.quantized import Quantized
 from dcp_pipeline.core.table import ChunkTable
 from dcp_pipeline.formats.dequantize import dequantize, scale_box
-from dcp_pipeline.pipelines.steps.destinations import Destination, cast_into, dense_reads
+from dcp_pipeline.pipelines.steps.destinations import Destination, dense_reads
 from dcp_pipeline.storage.reading import Read
 from dcp_pipeline.types.dtypes import DTYPES
 
 __all__ = ["quantized_reads"]
+
+_PART_CODES = 1 << 18
 
 
 def quantized_reads(
@@ -162,7 +164,19 @@ class _CodesSink:
         return part, cut
 
     def fill(self, stored: torch.Tensor) -> None:
-        self.scales.when_there(partial(self._put, stored))
+        self.scales.when_there(partial(self._put_parts, stored))
+
+    def _put_parts(self, codes: torch.Tensor) -> None:
+        """Part by part, so that what is needed meanwhile is small, and stays in the cache."""
+        axis = next((axis for axis, extent in enumerate(self.extent) if extent > 1), None)
+        if codes.numel() <= _PART_CODES or axis is None:
+            self._put(codes)
+            return
+        extent = self.extent[axis]
+        step = max(1, min(extent * _PART_CODES // codes.numel(), extent - 1))
+        for start in range(0, extent, step):
+            count = min(step, extent - start)
+            self.narrow(axis, start, count)._put_parts(codes.narrow(axis, start, count))
 
     def _put(self, codes: torch.Tensor) -> None:
         low, count = scale_box(self.quantized, self.begin, self.extent)
@@ -172,13 +186,13 @@ class _CodesSink:
         numbers = dequantize(self.quantized, codes, scales, self.begin)
         part, (start, length) = self._part()
         numbers = numbers.narrow(-1, start, length)
-        if part.dtype != numbers.dtype:
-            result = torch.empty(numbers.shape, dtype=part.dtype, device="cpu")
-            lost = cast_into(result, numbers)
+        result = numbers.to(part.dtype)
+        # The largest is no number either where one is none: mostly there is nothing to count.
+        if part.dtype != numbers.dtype and not result.abs().amax().isfinite():
+            lost = int((result.isinf() & numbers.isfinite()).sum())
             if lost:
                 raise DtypeMismatchError(
-                    f"{lost} elements of {part.name} do not fit {part.dtype} once they are"
-                    " dequantized; choose layout.dequantize=bfloat16 or float32"
+                    f"elements of {part.name}, {lost} of them in one part of it, do not fit"
+                    f" {part.dtype} once they are dequantized; choose layout.dequantize=float32"
                 )
-            numbers = result
-        part.fill(numbers)
+        part.fill(result)
