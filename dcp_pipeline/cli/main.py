@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_pipeline.cli import config, graph, inspect, latest, ls, prune, recipes, verify
+from dcp_pipeline.cli import config, diff, graph, inspect, latest, ls, prune, recipes, verify
 from dcp_pipeline.core.errors import CheckpointError, ConfigError
 
 __all__ = ["PROBLEM", "USAGE", "app", "main"]
@@ -35,6 +35,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls.command,
     "latest": latest.command,
     "verify": verify.command,
+    "diff": diff.command,
     "prune": prune.command,
 }
 

@@ -110,8 +110,10 @@ class SourceReader:
 
     def value(self, stored: str) -> bytes:
         """The stored bytes of a value, by its stored key."""
-        located = self._places()
         key = self._numbers[stored]
+        if key in self._manifest.inline:
+            return self._manifest.inline[key]
+        located = self._places()
         row = int(self._starts[key])
         table, found = located.table, list[bytes]()
         offset = int(table.offset[row] + table.payload[row])

@@ -30,6 +30,18 @@ SURFACE = {
     "ls": ["--help", "--json", "path"],
     "latest": ["--help", "--json", "root"],
     "verify": ["--help", "--json", "--threads", "path"],
+    "diff": [
+        "--atol",
+        "--drop",
+        "--help",
+        "--json",
+        "--memory",
+        "--only",
+        "--rtol",
+        "--threads",
+        "a",
+        "b",
+    ],
     "prune": ["--dry-run", "--help", "--json", "root"],
 }
 
