@@ -15,6 +15,7 @@ import torch
 from dcp_pipeline.config.compose import load_mapping
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.core.coordinator import Coordinator
+from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import ConfigError
 from dcp_pipeline.core.kind import parse_bytes
 from dcp_pipeline.core.manifest import Manifest
@@ -154,6 +155,8 @@ def convert(
     """
     started = time.perf_counter()
     sources = [as_text(one) for one in _listed(source)]
+    if dtype is not None and dtype not in ITEM_SIZES:
+        raise ConfigError(f"found the dtype {dtype!r}; allowed: {', '.join(ITEM_SIZES)}", "dtype")
     checked = _config(to, config, max_shard_size)
     shares = _weights(sources, weights)
     parts = Parts.build(checked)
@@ -235,6 +238,9 @@ def _config(
         given["layout"]["max_shard_size"] = max_shard_size
     # What all ranks read of one source need not be compared, and would be read for it.
     given["planner"] = {"kind": "default", "check_replicas": False}
+    if given["layout"]["kind"] == "mega":
+        # A tensor lies in one shard, as other readers want it.
+        given["planner"]["split_bytes"] = 1 << 60
     given["stager"] = {"kind": "inplace"}
     given["background"] = {"kind": "thread"}
     given["fingerprint"] = True
