@@ -12,8 +12,21 @@ from typing import Any, Final
 import numpy as np
 
 from dcp_pipeline.core.errors import FormatError, UnsafeCheckpointError, UnsupportedLeafError
+from dcp_pipeline.formats import typed_json
 
-__all__ = ["Cursor", "Value", "decode_value", "encode_value", "read_value", "write_text"]
+__all__ = [
+    "JSON",
+    "Cursor",
+    "Value",
+    "decode_leaf",
+    "decode_value",
+    "encode_value",
+    "read_value",
+    "write_text",
+]
+
+JSON: Final = "dcp_pipeline.json:"
+"""What text begins with that is the typed JSON of a value of ours."""
 
 Value = bool | int | float | str | list[Any]
 """What a value comes to in Python; an array is a list of values of one type."""
@@ -162,6 +175,19 @@ def decode_value(data: bytes) -> Value:
     value = read_value(cursor)
     if cursor.left:
         raise FormatError(f"a value is followed by {cursor.left} bytes")
+    return value
+
+
+def decode_leaf(data: bytes) -> Any:
+    """A value of a state: as :func:`decode_value`, or what typed JSON in a text says.
+
+    Raises:
+        FormatError: it is damaged.
+        UnsafeCheckpointError: keys of it were chosen to have one hash.
+    """
+    value = decode_value(data)
+    if isinstance(value, str) and value.startswith(JSON):
+        return typed_json.decode(value.removeprefix(JSON).encode())
     return value
 
 

@@ -21,16 +21,13 @@ from dcp_pipeline.core.spans import Span
 from dcp_pipeline.formats import mega_values
 from dcp_pipeline.formats.mega_encode import Header, MegaEntry, dtype_code, encode_mega
 from dcp_pipeline.formats.mega_keys import BOXES_KEY, FORMAT, FORMAT_KEY, value_key
-from dcp_pipeline.formats.typed_json import decode, encode
+from dcp_pipeline.formats.typed_json import encode
 from dcp_pipeline.serialization.base import FileImage, Serialization
 from dcp_pipeline.serialization.mega_packing import Kept, Packing
 from dcp_pipeline.types.entries import Item
 from dcp_pipeline.types.memory import segments_of
 
 __all__ = ["MegaSerialization"]
-
-_JSON: Final = "dcp_pipeline.json:"
-"""What text begins with that is the typed JSON of a value."""
 
 # The format finds its footer by what stands 68 bytes before the end of a file: no elements may.
 _TAIL: Final = bytes(68)
@@ -84,17 +81,14 @@ class MegaSerialization(Serialization):
         dtype_code(dtype_name)
 
     def encode_value(self, value: Any) -> bytes:
-        if type(value) is not str or not (value.startswith(_JSON) or _is_torn(value)):
+        if type(value) is not str or not (value.startswith(mega_values.JSON) or _is_torn(value)):
             encoded = mega_values.encode_value(value)
             if encoded is not None:
                 return encoded
-        return _encoded(_JSON + encode(value).decode("ascii"))
+        return _encoded(mega_values.JSON + encode(value).decode("ascii"))
 
     def decode_value(self, data: bytes) -> Any:
-        value = mega_values.decode_value(data)
-        if isinstance(value, str) and value.startswith(_JSON):
-            return decode(value.removeprefix(_JSON).encode())
-        return value
+        return mega_values.decode_leaf(data)
 
     def image(self, items: Sequence[Item]) -> FileImage:
         tensors = [item for item in items if item.dtype is not None]

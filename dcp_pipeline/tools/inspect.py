@@ -173,7 +173,7 @@ def _summary(
     is_ours = not manifest.is_foreign
     return Summary(
         path=directory.location,
-        kind="dcp_pipeline" if is_ours else "plain DCP",
+        kind="dcp_pipeline" if is_ours else "MEGA" if manifest.layout == "mega" else "plain DCP",
         save_id=manifest.save_id or None,
         created=manifest.created if is_ours else None,
         world_size=manifest.world_size if is_ours else None,

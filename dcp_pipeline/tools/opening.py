@@ -21,6 +21,7 @@ from dcp_pipeline.core.errors import (
 )
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout import names
+from dcp_pipeline.layout.mega_reading import mega_manifest
 from dcp_pipeline.layout.record import is_live_marker, is_overwritten_by_dcp
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.storage.filesystem import FileSystemStorage
@@ -47,7 +48,7 @@ class State(StrEnum):
     COMMITTED = "committed"
     """A save of ours was committed."""
     FOREIGN = "foreign"
-    """A checkpoint of plain DCP, or one that plain DCP has written over ours."""
+    """A checkpoint of plain DCP, or one that plain DCP has written over ours; MEGA files."""
     IN_PROGRESS = "in progress"
     """Nothing was committed yet, and a save is under way."""
     INCOMPLETE = "incomplete"
@@ -80,11 +81,19 @@ class Found:
         return names.METADATA in self.names or bool(names.metadata_ranks(self.names))
 
     @property
+    def is_mega(self) -> bool:
+        """Whether there are MEGA files, and no commit record of ours or of DCP's."""
+        if self.has_manifest or self.has_metadata:
+            return False
+        return any(name.endswith(".mega") and not names.is_data(name) for name in self.names)
+
+    @property
     def is_checkpoint(self) -> bool:
         """Whether a checkpoint was ever begun here."""
         return (
             self.has_manifest
             or self.has_metadata
+            or self.is_mega
             or self.is_being_saved
             or any(map(names.is_data, self.names))
         )
@@ -125,7 +134,7 @@ def look(directory: Directory, stale_after: float = 600.0) -> Found:
 
 
 def read_manifest(directory: Directory, found: Found) -> Manifest:
-    """What a checkpoint holds, ours or plain DCP's; the newer where both are there.
+    """What a checkpoint holds, ours, plain DCP's or of MEGA files; the newer of the first two.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -138,6 +147,9 @@ def read_manifest(directory: Directory, found: Found) -> Manifest:
             return manifest
     if found.has_metadata:
         return _plain_dcp(directory, found)
+    if found.is_mega:
+        with _named(directory):
+            return mega_manifest(directory)
     raise _nothing(directory, found)
 
 

@@ -22,6 +22,7 @@ from dcp_pipeline.storage.filesystem import FileSystemStorage
 from dcp_pipeline.tools.opening import look, open_directory, read_manifest
 from dcp_pipeline.tools.verify_blocks import check_blocks, check_sums
 from dcp_pipeline.tools.verify_items import check_items
+from dcp_pipeline.tools.verify_mega import verify_mega
 from dcp_pipeline.tools.verify_plain import check_metadata, verify_plain
 from dcp_pipeline.tools.verify_report import Findings, KeyIndex, Problem, Progress, VerifyReport
 from dcp_pipeline.tools.verify_values import ValueCheck
@@ -127,6 +128,9 @@ def _record(directory: Directory) -> list[bytes | None]:
 
 def _verify_once(directory: Directory, threads: int, findings: Findings) -> VerifyReport:
     found = look(directory)
+    if found.is_mega:
+        manifest = verify_mega(directory, findings, threads)
+        return findings.report(directory.location, "MEGA", manifest)
     if not found.has_manifest and not found.has_metadata:
         read_manifest(directory, found)  # which says what is there instead
     if not found.has_manifest:
