@@ -114,14 +114,17 @@ class Repository:
         return shape
 
 
-def read_repository(directory: Directory) -> Repository:
+def read_repository(directory: Directory, files: ModelFiles | None = None) -> Repository:
     """Look into the headers of all files of the model.
+
+    Args:
+        files: of it; ``None`` for all that make the model of the directory.
 
     Raises:
         CheckpointNotFoundError: there is no model.
         CorruptCheckpointError, UnsafeCheckpointError: see the module.
     """
-    files = find_files(directory)
+    files = files or find_files(directory)
     found = Repository()
     for name in files.names:
         _read_file(directory, name, found, files)

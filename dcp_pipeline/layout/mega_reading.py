@@ -89,18 +89,19 @@ def find_files(directory: Directory) -> tuple[list[str], MegaIndex | None]:
     return files, None
 
 
-def mega_manifest(directory: Directory, verify: bool = True) -> Manifest:
+def mega_manifest(directory: Directory, verify: bool = True, only: str | None = None) -> Manifest:
     """What a repository holds; key/values that are not the format's own are values.
 
     Args:
         verify: keep the checksums of the format, which a read then compares.
+        only: the one file to read; ``None`` for all that make the repository.
 
     Raises:
         CheckpointNotFoundError: there is none.
         CorruptCheckpointError: files are missing or damaged, or contradict each other.
         UnsafeCheckpointError: names lead out of the directory, or sizes are absurd.
     """
-    names, index = find_files(directory)
+    names, index = find_files(directory) if only is None else ([only], None)
     files, entries = _parsed(directory, names)
     if index is None and len(files) > 1 and any(FORMAT_KEY in file.metadata for file in files):
         raise IncompleteCheckpointError(
