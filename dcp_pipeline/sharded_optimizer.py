@@ -11,8 +11,10 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from dcp_pipeline.api import load_state_dict
 from dcp_pipeline.core.errors import MissingKeyError
+from dcp_pipeline.core.path import Index
 from dcp_pipeline.dcp import FileSystemReader
 from dcp_pipeline.pipeline import Pipeline
+from dcp_pipeline.state.assigning import put_at
 from dcp_pipeline.types.dcp import (
     LoadPlanner,
     Metadata,
@@ -55,7 +57,8 @@ def load_sharded_optimizer_state_dict(
         inside = _depth_of(path, optimizer_key)
         if inside and name in metadata.state_dict_metadata:
             depth = inside
-            _put(template, path, _place_for(name, metadata, parameters))
+            place = tuple(Index(part) if isinstance(part, int) else part for part in path)
+            put_at(template, place, _place_for(name, metadata, parameters))
     if not template:
         raise MissingKeyError(
             f"the checkpoint has nothing at {optimizer_key!r}", missing=[optimizer_key]
@@ -133,19 +136,3 @@ def _sharded_like(like: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
         replace(whole, tensor_properties=properties),
         process_group=like._process_group,
     )
-
-
-def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
-    """Put ``value`` at ``path``, through dicts and lists."""
-    node: Any = tree
-    for key, below in zip(path, [*path[1:], None], strict=True):
-        if below is None:
-            fresh = value
-        else:
-            fresh = [] if isinstance(below, int) else {}
-        if isinstance(node, list):
-            node.extend([None] * (key + 1 - len(node)))
-            node[key] = fresh if node[key] is None or below is None else node[key]
-        elif below is None or key not in node:
-            node[key] = fresh
-        node = node[key]

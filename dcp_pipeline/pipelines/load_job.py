@@ -18,7 +18,8 @@ from dcp_pipeline.core.table import Kind
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.report import CastRecord
 from dcp_pipeline.pipelines.steps.mapped_view import MappedView
-from dcp_pipeline.state.flatten import Expanded, FlatState, Undo, assign
+from dcp_pipeline.state.assigning import Undo, assign
+from dcp_pipeline.state.flatten import Expanded, FlatState
 from dcp_pipeline.state.modules import give_state
 from dcp_pipeline.state.placing import copied
 from dcp_pipeline.state.rng import RngState

@@ -9,7 +9,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from dcp_pipeline.core.errors import RollbackFailedError, UnsupportedLeafError
 from dcp_pipeline.core.path import Index, dotted
 from dcp_pipeline.core.table import Kind
-from dcp_pipeline.state.flatten import Undo, assign, flatten
+from dcp_pipeline.state.assigning import Undo, assign, delete_at, get_at, put_at
+from dcp_pipeline.state.flatten import flatten
 
 ONE = torch.ones(1)
 
@@ -177,3 +178,31 @@ def test_a_container_that_cannot_be_put_back_is_told_after_the_rest() -> None:
     with pytest.raises(RollbackFailedError, match="locked"):
         undo.run()
     assert (target["first"], target["last"]) == (1, 1)
+
+
+def test_places_in_nested_containers() -> None:
+    tree: dict[Any, Any] = {"kept": {"x": 1}, "none": None}
+    put_at(tree, ("kept", "y"), 2)
+    put_at(tree, ("made", Index(2), "z"), 3)
+    put_at(tree, ("made", Index(0)), 4)
+    put_at(tree, ("none", 7, Index(0)), 5)
+    put_at(tree, ("kept", "x"), 6)
+    assert tree == {
+        "kept": {"x": 6, "y": 2}, "made": [4, None, {"z": 3}], "none": {7: [5]},
+    }  # fmt: skip
+    assert get_at(tree, ()) is tree
+    assert get_at(tree, ("made", Index(2), "z")) == 3
+    nowhere = [
+        ("made", "z"),
+        ("made", Index(3)),
+        ("kept", Index(0)),
+        ("kept", "x", "deep"),
+        ("no",),
+    ]
+    for path in nowhere:
+        assert get_at(tree, path) is None
+        delete_at(tree, path)
+    assert tree["made"] == [4, None, {"z": 3}] and tree["kept"] == {"x": 6, "y": 2}
+    for path in [("made", Index(2), "z"), ("made", Index(1)), ("kept", "x"), ("none",)]:
+        delete_at(tree, path)
+    assert tree == {"kept": {"y": 2}, "made": [4, {}]}

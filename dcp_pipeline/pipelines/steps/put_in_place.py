@@ -8,7 +8,8 @@ from typing import Any
 
 from dcp_pipeline.core.path import Path, dotted
 from dcp_pipeline.pipelines.load_job import Rollback
-from dcp_pipeline.state.flatten import FlatState, Local, Undo, assign, take_out
+from dcp_pipeline.state.assigning import Undo, assign, take_out
+from dcp_pipeline.state.flatten import FlatState, Local
 from dcp_pipeline.state.modules import give_state
 from dcp_pipeline.state.placing import placed, with_objects
 from dcp_pipeline.state.rng import RngState
