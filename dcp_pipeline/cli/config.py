@@ -23,7 +23,9 @@ def _json(composed: Composed) -> str:
     report = {
         "config": composed.config.to_dict(),
         "digest": composed.config.digest(),
-        "recipe": composed.recipe.model_dump() if composed.recipe else None,
+        "recipe": composed.recipe.model_dump(include={"name", "description"})
+        if composed.recipe
+        else None,
     }
     return json.dumps(report, indent=2)
 

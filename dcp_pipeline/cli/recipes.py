@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dcp_pipeline.cli.options import AsJson
-from dcp_pipeline.config.compose import RecipeInfo, compose
+from dcp_pipeline.config.compose import compose
 from dcp_pipeline.config.places import recipe_names
+from dcp_pipeline.config.recipe_info import RecipeInfo
 
 __all__ = ["command"]
 

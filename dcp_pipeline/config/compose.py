@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra import compose as hydra_compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from dcp_pipeline.config.explain import explain, validate
 from dcp_pipeline.config.hydra_errors import hydra_errors
@@ -18,22 +18,11 @@ from dcp_pipeline.config.hydra_state import hydra_of_our_own
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.config.overrides import force_values
 from dcp_pipeline.config.places import CONFIG_FOLDER, CONFIG_PACKAGE, Primary, find_recipe
+from dcp_pipeline.config.recipe import Recipe
+from dcp_pipeline.config.recipe_info import RecipeInfo
 from dcp_pipeline.core.errors import ConfigError
-from dcp_pipeline.core.kind import FrozenModel
 
-__all__ = ["Composed", "RecipeInfo", "compose", "from_user", "load_mapping"]
-
-
-class RecipeInfo(FrozenModel):
-    """The header ``recipe`` of a recipe file.
-
-    Attributes:
-        name: what the recipe is called.
-        description: one sentence: which model, on how many devices.
-    """
-
-    name: str = Field(min_length=1)
-    description: str = ""
+__all__ = ["Composed", "compose", "from_user", "load_mapping", "load_recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +54,23 @@ def compose(
     with hydra_errors(primary), hydra_of_our_own():
         plain = _plain(_composed(primary, overrides))
     return _checked(plain)
+
+
+def load_recipe(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """What a recipe says of its model: dimensions, tensors by formula, maps between frameworks.
+
+    >>> load_recipe("llama3_8b").model["hidden"]
+    4096
+
+    Args:
+        recipe: name of one of the package's recipes, or path of a YAML file.
+        overrides: as on the command line, such as ``recipe.model.layers=2``.
+
+    Raises:
+        ConfigError: with the path of the key, and what is allowed.
+    """
+    info = compose(overrides, recipe).recipe
+    return Recipe(info or RecipeInfo(name=find_recipe(recipe).name))
 
 
 def load_mapping(
@@ -120,8 +126,12 @@ def _plain(node: DictConfig) -> dict[str, Any]:
 
 def _checked(data: Mapping[str, Any], prefix: str = "") -> Composed:
     settings = dict(data)
-    header = settings.pop("recipe", None)
-    return Composed(validate(settings, prefix), _header(header, prefix))
+    header = _header(settings.pop("recipe", None), prefix)
+    if header is None or header.map is None:
+        return Composed(validate(settings, prefix), header)
+    config = validate(settings, prefix)
+    rules = Recipe(header).rules(header.map)
+    return Composed(config.model_copy(update={"transforms": (*config.transforms, *rules)}), header)
 
 
 def _header(data: Any, prefix: str) -> RecipeInfo | None:

@@ -133,7 +133,10 @@ class PipelineConfig(FrozenModel):
             if group not in data:
                 continue
             default: KindConfig = cls.model_fields[group].get_default(call_default_factory=True)
-            chosen = kind_config(group, default.kind, data[group])
+            try:
+                chosen = kind_config(group, default.kind, data[group])
+            except ValueError:
+                continue  # the group's own field says so, with its place
             for other, allowed in chosen.works_with.items():
                 of_other = cls.model_fields[other].get_default(call_default_factory=True).kind
                 if other not in filled and of_other not in allowed:

@@ -79,6 +79,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "pad": "dcp_pipeline.rules.shape_config:PadConfig",
         "rename": "dcp_pipeline.rules.config:RenameConfig",
         "resize": "dcp_pipeline.rules.shape_config:ResizeConfig",
+        "reverse": "dcp_pipeline.rules.config:ReverseConfig",
         "rotary": "dcp_pipeline.rules.shape_config:RotaryConfig",
         "split": "dcp_pipeline.rules.shape_config:SplitConfig",
         "stack": "dcp_pipeline.rules.shape_config:StackConfig",

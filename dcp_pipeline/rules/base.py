@@ -28,14 +28,18 @@ class Rule(ABC):
     Forward leads from the caller's state to the checkpoint, as a save goes; backward from the
     checkpoint to the state. A rule works on names and :class:`~dcp_pipeline.core.affine.Mapped`
     tensors alone; no element is touched. What it cannot do it adds to ``keys.problems``.
+
+    Attributes:
+        name: what a recipe's map calls it, empty where it has no name.
     """
 
     kind: str
+    name: str = ""
 
     @property
     def label(self) -> str:
         """How messages call it."""
-        return self.kind
+        return f"{self.name} ({self.kind})" if self.name else self.kind
 
     @abstractmethod
     def forward(self, keys: Keys) -> None:

@@ -5,11 +5,13 @@ A rule's ``keys`` are globs on dotted keys, as `fnmatch` reads them: ``optimizer
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from dcp_pipeline.core.kind import FrozenModel, KindConfig
+from dcp_pipeline.core.registry import TRANSFORM, model_of
 from dcp_pipeline.rules.fields import Dtype, Globs, Integers, KeyPattern, Number, same_places
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from dcp_pipeline.rules.exclude import ExcludeRule
     from dcp_pipeline.rules.include import IncludeRule
     from dcp_pipeline.rules.rename import RenameRule
+    from dcp_pipeline.rules.reverse import ReverseRule
     from dcp_pipeline.rules.tie import TieRule
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "IncludeConfig",
     "KeepConfig",
     "RenameConfig",
+    "ReverseConfig",
     "TieConfig",
 ]
 
@@ -160,6 +164,36 @@ class ConstantConfig(KindConfig):
         from dcp_pipeline.rules.constant import ConstantRule
 
         return ConstantRule(self.key, self.shape, self.dtype, self.value, self.side)
+
+
+def _rule(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get("kind")
+    if not isinstance(kind, str):
+        raise ValueError("expected a mapping with the kind of a rule and its keys")
+    return model_of(TRANSFORM, kind).model_validate(dict(value))
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class ReverseConfig(KindConfig):
+    """Rules whose checkpoint is the state here, and whose state is the checkpoint."""
+
+    kind: Literal["reverse"] = "reverse"
+    rules: Annotated[
+        tuple[Annotated[SerializeAsAny[KindConfig], BeforeValidator(_rule)], ...],
+        BeforeValidator(_as_tuple),
+        Field(min_length=1),
+    ]
+
+    def build(self) -> ReverseRule:
+        """Make the rule."""
+        from dcp_pipeline.rules.reverse import ReverseRule
+
+        return ReverseRule([rule.build() for rule in self.rules])
 
 
 class DeclaredCast(FrozenModel):

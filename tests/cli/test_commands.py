@@ -81,8 +81,8 @@ def test_recipes(capsys: Captured) -> None:
         ),
         (
             ["config", "--recipe", "llama"],
-            "error: found the recipe 'llama'; allowed: llama3_8b, tiny_decoder, or the path of a "
-            "YAML file; did you mean 'llama3_8b'?\n",
+            f"error: found the recipe 'llama'; allowed: {', '.join(recipe_names())}, or the path "
+            "of a YAML file; did you mean 'llama3_8b'?\n",
         ),
     ],
 )

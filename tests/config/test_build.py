@@ -9,8 +9,22 @@ from dcp_pipeline.core.registry import GROUPS, TRANSFORM, kinds, model_of
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "cast": {"keys": ["model.*"], "dtype": "bfloat16"},
+    "constant": {"key": "version", "value": 1.0},
+    "drop": {"keys": ["rng"]},
     "exclude": {"keys": ["model.*"]},
+    "fuse": {"from": ["q", "k"], "to": "qk"},
     "include": {"keys": ["model.*"]},
+    "keep": {"keys": ["model.*"]},
+    "pad": {"keys": ["embed"], "here": 10, "there": 16},
+    "rename": {"keys": {"a": "b"}},
+    "resize": {"keys": ["embed"], "size": 16},
+    "reverse": {"rules": [{"kind": "transpose", "keys": ["w"]}]},
+    "rotary": {"keys": ["q"], "head_dim": 8},
+    "split": {"from": "qk", "to": ["q", "k"]},
+    "stack": {"from": "w.{e}", "to": "w", "over": "e"},
+    "tie": {"key": "head", "to": "embed"},
+    "transpose": {"keys": ["w"]},
+    "unstack": {"from": "w", "to": "w.{e}", "over": "e"},
 }
 
 MADE = {
@@ -33,8 +47,22 @@ MADE = {
     ("background", "thread"): "background.base:ThreadBackground",
     ("manager", "default"): "manager.retention:Retention",
     ("transform", "cast"): "rules.cast:CastRule",
+    ("transform", "constant"): "rules.constant:ConstantRule",
+    ("transform", "drop"): "rules.drop:DropRule",
     ("transform", "exclude"): "rules.exclude:ExcludeRule",
+    ("transform", "fuse"): "rules.fuse:FuseRule",
     ("transform", "include"): "rules.include:IncludeRule",
+    ("transform", "keep"): "rules.drop:KeepRule",
+    ("transform", "pad"): "rules.pad:PadRule",
+    ("transform", "rename"): "rules.rename:RenameRule",
+    ("transform", "resize"): "rules.pad:ResizeRule",
+    ("transform", "reverse"): "rules.reverse:ReverseRule",
+    ("transform", "rotary"): "rules.rotary:RotaryRule",
+    ("transform", "split"): "rules.fuse:SplitRule",
+    ("transform", "stack"): "rules.stack:StackRule",
+    ("transform", "tie"): "rules.tie:TieRule",
+    ("transform", "transpose"): "rules.transpose:TransposeRule",
+    ("transform", "unstack"): "rules.stack:UnstackRule",
 }
 
 

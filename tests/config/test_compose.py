@@ -11,8 +11,10 @@ from hydra.version import getbase
 from omegaconf import OmegaConf
 
 from dcp_pipeline.builder import PipelineBuilder
-from dcp_pipeline.config.compose import RecipeInfo, compose, from_user, load_mapping
+from dcp_pipeline.config.compose import compose, from_user, load_mapping
 from dcp_pipeline.config.model import PipelineConfig
+from dcp_pipeline.config.places import recipe_names
+from dcp_pipeline.config.recipe_info import RecipeInfo
 from dcp_pipeline.core.errors import ConfigError
 from dcp_pipeline.storage.config import MemoryConfig
 
@@ -192,7 +194,7 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str, part: str) -> N
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     assert str(problem(recipe="lama3_8b")) == (
-        "found the recipe 'lama3_8b'; allowed: llama3_8b, tiny_decoder, or the path of a YAML "
+        f"found the recipe 'lama3_8b'; allowed: {', '.join(recipe_names())}, or the path of a YAML "
         "file; did you mean 'llama3_8b'?"
     )
     assert "there is no recipe file" in str(problem(recipe=tmp_path / "nope.yaml"))

@@ -146,7 +146,9 @@ class OnlySafetensors(KindConfig):
 def test_kinds_that_do_not_go_together_are_refused() -> None:
     register("layout", "only_safetensors", OnlySafetensors)
     try:
-        error = problem(layout="only_safetensors")
+        filled = validate({"layout": "only_safetensors"})
+        assert filled.serialization.kind == "safetensors"  # what is left out is filled in
+        error = problem(layout="only_safetensors", serialization="torch_save")
         assert error.path == "serialization"
         assert str(error) == (
             "serialization: found 'torch_save'; layout=only_safetensors cannot be combined with "

@@ -11,7 +11,7 @@ import pytest
 from dcp_pipeline.config.compose import compose
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.config.places import recipe_names
-from dcp_pipeline.core.registry import GROUPS, kinds
+from dcp_pipeline.core.registry import GROUPS, kinds, model_of
 from tests.marks import mostly_slow
 
 from .conftest import ROOT, Home
@@ -23,12 +23,14 @@ import json, sys
 import dcp_pipeline
 from dcp_pipeline.config.compose import compose
 from dcp_pipeline.config.places import recipe_names
-from dcp_pipeline.core.registry import GROUPS, kinds
+from dcp_pipeline.core.registry import GROUPS, kinds, model_of
 
 digests = {name: compose(recipe=name).config.digest() for name in recipe_names()}
 for group in GROUPS:
     for kind in kinds(group):
-        digests[f"{group}={kind}"] = compose([f"{group}={kind}"]).config.digest()
+        needed = model_of(group, kind).works_with.get("serialization", ())[:1]
+        overrides = [f"{group}={kind}", *(f"serialization={one}" for one in needed)]
+        digests[f"{group}={kind}"] = compose(overrides).config.digest()
 print(json.dumps({"package": dcp_pipeline.__path__[0], "digests": digests}))
 """
 
@@ -38,7 +40,9 @@ def test_every_yaml_composes(home: Home, tmp_path: Path) -> None:
     expected = {name: compose(recipe=name).config.digest() for name in recipe_names()}
     for group in GROUPS:
         for kind in kinds(group):
-            expected[f"{group}={kind}"] = compose([f"{group}={kind}"]).config.digest()
+            needed = model_of(group, kind).works_with.get("serialization", ())[:1]
+            overrides = [f"{group}={kind}", *(f"serialization={one}" for one in needed)]
+            expected[f"{group}={kind}"] = compose(overrides).config.digest()
     report = home.report("-c", COMPOSE_ALL, folder=tmp_path)
     assert Path(report["package"]) == home.package
     assert report["digests"] == expected
