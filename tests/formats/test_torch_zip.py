@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from dcp_pipeline.core.errors import CheckpointError, FormatError, UnsafeCheckpointError
-from dcp_pipeline.formats.torch_zip import frame_tensor, parse_tensor_zip
+from dcp_pipeline.formats.torch_zip import (
+    StoredTensor,
+    frame_tensor,
+    parse_state_zip,
+    parse_tensor_zip,
+)
 
 
 def saved(value: object) -> bytes:
@@ -190,3 +195,30 @@ def test_a_changed_byte_gives_a_tensor_or_a_named_error():
             except CheckpointError:
                 continue
             assert 0 <= found.payload_offset <= len(item) - found.payload_bytes
+
+
+def parse_state(state: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:
+    item = saved(state)
+    found = parse_state_zip(lambda offset, nbytes: item[offset : offset + nbytes], len(item))
+    for name, stored in found.items():
+        elements = torch.frombuffer(
+            bytearray(item[stored.payload_offset :][: stored.payload_bytes]), dtype=stored.dtype
+        )
+        again = elements.as_strided(stored.sizes, stored.strides, stored.storage_offset)
+        assert torch.equal(again, state[name]), name
+    return found
+
+
+def test_a_state_dict() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    found = parse_state({"a": base, "b": base, "t": base.t(), "row": base[1], "column": base[:, 2]})
+    assert {stored.payload_offset for stored in found.values()} == {found["a"].payload_offset}
+    row_major = {name: stored.is_row_major for name, stored in found.items()}
+    assert row_major == {"a": True, "b": True, "t": False, "row": True, "column": False}
+    assert found["a"].is_contiguous and not found["row"].is_contiguous
+    assert (found["row"].storage_offset, found["row"].payload_bytes) == (6, 96)
+
+
+def test_the_state_dict_of_a_module() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    assert list(parse_state(model.state_dict())) == list(model.state_dict())

@@ -216,6 +216,22 @@ def test_codes_and_scales_that_do_not_fit(
         dcp_pipeline.load_keys(tmp_path, config=config("bfloat16"))
 
 
+def test_codes_that_are_cut(tmp_path: Path) -> None:
+    for number in range(2):
+        info = {"a_blocks": {"saved_offsets": [2 * number, 0]}}
+        part = {"a_blocks": codes(2, 16)}
+        if number:
+            info["a_scales"], part["a_scales"] = {"saved_offsets": [0]}, codes(4)
+        save_file(
+            part,
+            tmp_path / f"shard-{number + 1:05}-model-00001-of-00001.safetensors",
+            metadata={"DCP_SHARDING_INFO": json.dumps(info)},
+        )
+    assert dcp_pipeline.load_keys(tmp_path, config=config("none"))["a_blocks"].shape == (4, 16)
+    with pytest.raises(FormatError, match="'a_blocks' is cut or shared"):
+        dcp_pipeline.load_keys(tmp_path, config=config("bfloat16"))
+
+
 @pytest.mark.parametrize("size", [[0, 4], [4], "x", [4, 1 << 40], [True, 4], [4.0, 4]])
 def test_a_block_size_that_is_none(tmp_path: Path, size: Any) -> None:
     repository(tmp_path)
