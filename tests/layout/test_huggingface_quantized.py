@@ -140,6 +140,24 @@ def test_a_template_of_another_dtype_needs_a_cast(tmp_path: Path) -> None:
     assert_same(state, {name: one.float() for name, one in expected.items()})
 
 
+@pytest.mark.parametrize("rollback", ["copy", "verify_first", "none"])
+def test_every_kind_of_rollback(tmp_path: Path, rollback: str) -> None:
+    expected = by_hand(repository(tmp_path), torch.bfloat16)
+    state = {name: torch.zeros_like(one) for name, one in expected.items()}
+    more = {"rollback": rollback}
+    dcp_pipeline.load(state, checkpoint_id=tmp_path, config=config("bfloat16") | more)
+    assert_same(state, expected)
+
+
+def test_a_transposed_template(tmp_path: Path) -> None:
+    """Memory that is not in row-major order takes the elements all the same."""
+    expected = by_hand(repository(tmp_path), torch.bfloat16)
+    state = {name: torch.zeros_like(one.t().contiguous()).t() if one.dim() == 2 else
+             torch.zeros_like(one) for name, one in expected.items()}  # fmt: skip
+    dcp_pipeline.load(state, checkpoint_id=tmp_path, config=config("bfloat16"))
+    assert_same(state, expected)
+
+
 def test_a_number_that_does_not_fit_fails_and_is_undone(tmp_path: Path) -> None:
     state = {"w.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}
     state["w.weight_scale_inv"] = torch.full((1, 1), 1e5)

@@ -138,13 +138,15 @@ def results(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-def load_large(path: Path, placement: str, dtype: str | None) -> tuple[list[str], int]:
+def load_large(
+    path: Path, placement: str, dtype: str | None, more: dict[str, Any] | None = None
+) -> tuple[list[str], int]:
     """What differs, and the bytes read."""
     wanted = large() if dtype is None else results(getattr(torch, dtype))
     state = {name: sharded(torch.zeros_like(one.view(torch.uint8)).view(one.dtype), placement)
              for name, one in wanted.items()}  # fmt: skip
     config = CONFIG if dtype is None else quantized_config(dtype)
-    with Pipeline.from_config(config) as pipeline:
+    with Pipeline.from_config(config | (more or {})) as pipeline:
         report = pipeline.load(state, path)
     wrong = [
         name
@@ -172,6 +174,21 @@ def test_each_rank_reads_what_its_shards_need(
     assert sum(nbytes for _, nbytes in found) <= TOLERATED * needed
     # What ranks pass on to one another is read in pieces of a megabyte.
     assert max(nbytes for _, nbytes in found) <= TOLERATED * needed / size + (1 << 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_replicas_are_read_once_where_that_is_asked_for(
+    ranks: Pool, tmp_path: Path, dtype: str | None, size: int
+) -> None:
+    state = large()
+    save_shards(tmp_path, state, 2)
+    once = {"read_replicas": "once"}
+    found = ranks(size).run(load_large, tmp_path, "R", dtype, once)
+    assert [wrong for wrong, _ in found] == [[]] * size
+    needed = sum(one.numel() * one.element_size() for one in state.values())
+    assert sum(nbytes for _, nbytes in found) <= TOLERATED * needed
 
 
 def write_with_torch(path: Path, settings: dict[str, Any]) -> None:
