@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.layout.names import is_plain_dcp_data
 from dcp_pipeline.storage.base import Directory
 
 __all__ = ["Layout"]
@@ -79,6 +80,10 @@ class Layout(ABC):
         Raises:
             CheckpointError: that cannot be told.
         """
+
+    def may_be_left(self, name: str) -> bool:
+        """Whether a save that was killed can leave a file of this name that names no save."""
+        return is_plain_dcp_data(name)
 
     @abstractmethod
     def committed_save(self, directory: Directory) -> str | None:

@@ -20,10 +20,15 @@ from dcp_pipeline.layout import names
 from dcp_pipeline.layout.base import Layout
 from dcp_pipeline.storage.base import Directory
 
-__all__ = ["ExportLayout", "PlannedFile", "Publication", "part_name"]
+__all__ = ["ExportLayout", "PlannedFile", "Publication", "is_export_part", "part_name"]
 
 _PART: Final = re.compile(r"\..+\.([0-9a-f]{8})\.part")
 _MARKER: Final = re.compile(r"\.saving-([0-9a-f]{8})[0-9a-f]{24}\.json(?:\.[0-9a-f]{8}\.tmp)?")
+
+
+def is_export_part(name: str) -> bool:
+    """Whether a file of this name is of an export that is under way, or was broken off."""
+    return bool(_PART.fullmatch(name) or _MARKER.fullmatch(name))
 
 
 def part_name(final: str, save_id: str) -> str:

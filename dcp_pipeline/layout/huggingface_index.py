@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from dcp_pipeline.core.errors import (
     CheckpointNotFoundError,
     FormatError,
+    IncompleteCheckpointError,
     MissingFileError,
     UnsafeCheckpointError,
 )
 from dcp_pipeline.core.manifest import safe_relative_name
 from dcp_pipeline.formats.bounded_json import parse_object
+from dcp_pipeline.layout.export import is_export_part
 from dcp_pipeline.storage.base import Directory
 
 __all__ = ["ModelFiles", "block_size", "find_files", "read_json"]
@@ -75,6 +77,8 @@ def find_files(directory: Directory) -> ModelFiles:
     if not flat and _SHARDED in found:
         flat = [n for n in directory.names_below(_SHARDED) if n.endswith(".safetensors")]
     if flat:
+        if any(map(is_export_part, found)):
+            raise _incomplete(directory)
         _check_numbers(directory, flat)
         return ModelFiles(flat)
     whole = [name for name in _BIN if name in found]
@@ -82,8 +86,18 @@ def find_files(directory: Directory) -> ModelFiles:
         return ModelFiles(whole[:1])
     if _BIN_INDEX in found:
         return _indexed(directory, _BIN_INDEX)
+    if any(map(is_export_part, found)):
+        raise _incomplete(directory)
     what = "no model in it (no *.safetensors, no pytorch_model.bin)" if found else "nothing there"
     raise CheckpointNotFoundError(f"{directory.location}: {what}", directory.location)
+
+
+def _incomplete(directory: Directory) -> IncompleteCheckpointError:
+    return IncompleteCheckpointError(
+        f"the model in {directory.location} is incomplete: an export into it was begun, and never"
+        " committed",
+        directory.location,
+    )
 
 
 def _check_numbers(directory: Directory, names: Sequence[str]) -> None:

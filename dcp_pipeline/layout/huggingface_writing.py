@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
@@ -91,6 +91,12 @@ class HuggingFaceWriting(ExportLayout):
 
     def watched(self, directory: Directory) -> dict[str, str | None]:
         return {name: directory.token(name) for name in (SINGLE, INDEX)}
+
+    def may_be_left(self, name: str) -> bool:
+        return _SHARD.fullmatch(name) is not None
+
+    def needed(self, directory: Directory) -> Collection[str]:
+        return {SINGLE, INDEX, *_shards_of(directory)}
 
     def committed_save(self, directory: Directory) -> str | None:
         return self.open(directory).save_id or None

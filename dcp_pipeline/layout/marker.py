@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from dcp_pipeline.core.errors import CheckpointError
 from dcp_pipeline.core.liveness import MARK_BYTES
@@ -13,11 +14,18 @@ from dcp_pipeline.storage.base import Directory
 __all__ = ["replaced_by_killed"]
 
 
-def replaced_by_killed(directory: Directory, stale_after: float) -> frozenset[str]:
-    """Plain DCP's data files that saves were to replace which ended before they deleted them.
+def replaced_by_killed(
+    directory: Directory,
+    stale_after: float,
+    may_be_left: Callable[[str], bool] = is_plain_dcp_data,
+) -> frozenset[str]:
+    """Data files that saves were to replace, or were giving names to, which then ended.
 
-    Such a name carries no save id, and once the commit is made no ``.metadata`` has it any more:
-    only the marker of the save still knows that the file is nobody's.
+    Such a name carries no save id, and no commit record has it: only the marker of the save still
+    knows that the file is nobody's.
+
+    Args:
+        may_be_left: whether such a file can have this name; a marker is not trusted with others.
     """
     found: set[str] = set()
     for name in directory.names():
@@ -29,4 +37,4 @@ def replaced_by_killed(directory: Directory, stale_after: float) -> frozenset[st
             continue
         if isinstance(replaced, list):
             found.update(entry for entry in replaced if isinstance(entry, str))
-    return frozenset(filter(is_plain_dcp_data, found))
+    return frozenset(filter(may_be_left, found))

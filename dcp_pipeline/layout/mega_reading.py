@@ -34,6 +34,7 @@ from dcp_pipeline.formats.mega_keys import (
     key_of_value,
 )
 from dcp_pipeline.formats.mega_tensors import MegaTensor
+from dcp_pipeline.layout.export import is_export_part
 from dcp_pipeline.layout.mega_index import MAX_INDEX_BYTES, MegaIndex, parse_index
 from dcp_pipeline.layout.mega_names import INDEX, SINGLE, whole_files
 from dcp_pipeline.storage.base import Directory, file_reader
@@ -82,6 +83,12 @@ def find_files(directory: Directory) -> tuple[list[str], MegaIndex | None]:
         return list(index.files), index
     if indices:
         raise FormatError(f"{directory.location} has several indices: {list_some(indices, 5)}")
+    if any(map(is_export_part, found)):
+        raise IncompleteCheckpointError(
+            f"the checkpoint in {directory.location} is incomplete: a save into it was begun, and"
+            " never committed",
+            directory.location,
+        )
     files = whole_files(found, directory.location)
     if not files:
         what = "no MEGA file in it" if found else "nothing there"

@@ -9,7 +9,7 @@ save's id where the names are taken.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar, NoReturn
@@ -46,6 +46,12 @@ class MegaWriting(ExportLayout):
 
     def __init__(self, tied: str = "drop") -> None:
         self.writes_ties = tied == "write"
+
+    def may_be_left(self, name: str) -> bool:
+        return is_shard(name)
+
+    def needed(self, directory: Directory) -> Collection[str]:
+        return {SINGLE, INDEX, *_shards_of(directory)}
 
     def data_name(self, rank: int, number: int, save_id: str, extension: str) -> str:
         return part_name(f"model-{rank}-{number}{extension}", save_id)

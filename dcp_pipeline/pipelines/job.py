@@ -157,13 +157,15 @@ class Heartbeat:
         self._finalizer = weakref.finalize(self, _let_go, self._stopped, name)
         self._finalizer.atexit = False
 
+    def _content(self) -> bytes:
+        return ProcessIdentity.current().encode(
+            started_at=time.time(), stale_after=self._stale_after, replaces=self._replaces
+        )
+
     def start(self) -> None:
         """Write the marker and renew it from now on."""
         # A marker without content would say nothing of its owner, and outlive it for long.
-        content = ProcessIdentity.current().encode(
-            started_at=time.time(), stale_after=self._stale_after, replaces=self._replaces
-        )
-        self._directory.put_whole(self._name, content)
+        self._directory.put_whole(self._name, self._content())
         self._directory.sync()
         self._thread = threading.Thread(
             target=_renew,
@@ -172,6 +174,11 @@ class Heartbeat:
             daemon=True,
         )
         self._thread.start()
+
+    def note(self, names: Iterable[str]) -> None:
+        """Let the marker name further files that would be nobody's if this save was killed."""
+        self._replaces = sorted({*self._replaces, *names})
+        self._directory.put_whole(self._name, self._content())
 
     def stop(self, remove: bool) -> None:
         """End the renewals; ``remove`` takes the marker away too."""

@@ -107,6 +107,12 @@ class CountedChanges(FileChanges):
         self._names[descriptor] = path
         return descriptor
 
+    def open_shared(self, path: str, flags: int = 0) -> int:
+        make = super().open_shared
+        descriptor: int = self._change("open_shared", path, lambda: make(path, flags))
+        self._names[descriptor] = path
+        return descriptor
+
     def reserve(self, descriptor: int, size: int) -> bool:
         make = super().reserve
         done: bool = self._change(

@@ -13,6 +13,7 @@ from tests.marks import slow
 NOT_MADE = {name for name in vars(FileChanges) if name.startswith("_")}
 NOT_MADE |= {"make_directories", "remove_tree"}  # made of others
 NOT_MADE |= {"touch", "remove_directory"}  # no short save renews its marker, or removes a directory
+NOT_MADE |= {"open_shared"}  # exports alone: test_exports.py
 NOT_MADE |= {"link"}  # only where a lock was broken that another process had taken meanwhile
 WHEN = ("before", "halfway", "after")
 

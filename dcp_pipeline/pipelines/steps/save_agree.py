@@ -142,7 +142,7 @@ def start_save(
         )
     save_id = job.lasting_id or uuid.uuid4().hex
     _refuse_twin(job, layout.marker_name(save_id))
-    inherited = replaced_by_killed(directory, job.parts.storage.stale_after)
+    inherited = replaced_by_killed(directory, job.parts.storage.stale_after, layout.may_be_left)
     replaced = inherited.union(layout.replaced_names(directory))
     tokens = layout.watched(directory) if isinstance(layout, ExportLayout) else {}
     job.plan = CoordinatorPlan(plan, empty, record, superseded, replaced, tokens)

@@ -152,6 +152,9 @@ def publish_export(
     publication = layout.publication(directory, manifest, parts, plan.files)
     tokens = {part: directory.token(part) for part, _ in publication.files}
     expected = {**plan.tokens, **tokens}
+    finals = [final for _, final in publication.files if layout.may_be_left(final)]
+    if job.heartbeat is not None:
+        job.heartbeat.note([*finals, *filter(layout.may_be_left, publication.removed)])
     _begin(job)
     try:
         directory.adopt(publication.files, publication.record, publication.removed, expected)
@@ -161,7 +164,7 @@ def publish_export(
         if not is_published(directory, publication, tokens, _UNCERTAIN):
             job.has_tried_to_commit = False
             # Those that had their final names already are of no use to anybody.
-            job.written += [final for part, final in publication.files if final not in plan.tokens]
+            job.written += finals
             raise
         _raise_unfinished(job, manifest, error)
     job.committed = manifest
@@ -346,7 +349,11 @@ def _tidy(job: SaveJob, plan: CoordinatorPlan) -> None:
         stale_after = job.parts.storage.stale_after
         needed = partial(layout.needed, directory)
         dead = dead_names(directory, needed, stale_after, layout.save_of, own=job.save_id[:8])
-        directory.delete([*dead, *(plan.replaced & set(directory.names()))])
+        replaced = plan.replaced & set(directory.names())
+        if replaced and layout.is_export:
+            # What is committed by now may have taken such a name again.
+            replaced -= set(needed())
+        directory.delete([*dead, *replaced])
         if plan.replaced:
             # Only the marker names them, so it may go once they are gone for good.
             directory.sync()
