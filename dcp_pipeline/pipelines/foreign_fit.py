@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from dcp_pipeline.core.path import Path, is_prefix
+from dcp_pipeline.core.path import Index, Path, is_prefix
 from dcp_pipeline.layout.dcp_metadata import keys_of
 from dcp_pipeline.state.assigning import delete_at, get_at, put_at
 from dcp_pipeline.state.fitting import Fit, FittingState, Stored
@@ -38,7 +38,9 @@ def _fitted(part: FittingState, fit: Fit) -> Any:
     """What the part looks like once it is changed; containers are copies, tensors are not."""
     tree = _copied(part)
     gone = [*fit.dropped, *fit.removed, *fit.put]
-    for path in sorted(gone, key=lambda path: str(path[-1]), reverse=True):
+    # What is replaced is not taken out: the rest of a list would move up.
+    gone = [path for path in gone if path not in fit.made and path not in fit.put]
+    for path in sorted(gone, key=_position, reverse=True):
         delete_at(tree, path)
     for here, there in fit.renamed.items():
         put_at(tree, there, get_at(tree, here))
@@ -46,6 +48,11 @@ def _fitted(part: FittingState, fit: Fit) -> Any:
     for path, value in {**fit.put, **fit.made}.items():
         put_at(tree, path, value)
     return tree
+
+
+def _position(path: Path) -> int:
+    last = path[-1]
+    return last.position if isinstance(last, Index) else -1
 
 
 def _copied(value: Any) -> Any:

@@ -155,6 +155,8 @@ class OptimizerState(FittingState):
                 self._forget(slot, place, is_flat_here, fit)
             elif not slot.own:
                 self._make(slot, below, is_flat_here, fit)
+            else:
+                _fit_lists(slot, below.states.get(slot.name, {}), is_flat_here, fit)
         if below.groups:
             self._take_groups(below.groups, fit)
         self._warn_of_gaps(below)
@@ -222,6 +224,49 @@ class OptimizerState(FittingState):
             # Of another group, perhaps of another kind of optimizer.
             own = [key for key in group if (position, str(key)) not in names]
             fit.removed += [(GROUPS, Index(position), key) for key in own]
+
+
+def _fit_lists(slot: Slot, there: Mapping[Path, KeySpec], is_flat_here: bool, fit: Fit) -> None:
+    """Give lists, such as the history of L-BFGS, the length that they were saved with."""
+    own = {leaf.path: leaf.value for leaf in flatten(dict(slot.own)).leaves}
+    here, saved = _lengths(own), _lengths(there)
+    spelled = {dotted(path): path for path in here}
+    for stored_path, length in saved.items():
+        path = spelled.get(dotted(stored_path))
+        if path is None:
+            continue  # it is missed, or not asked for, as anything else
+        for position in range(length, here[path]):
+            fit.removed.append(_place(slot.name, (*path, Index(position)), is_flat_here))
+        depth = len(stored_path)
+        entries = {
+            (*path, *inside[depth:]): (inside, spec)
+            for inside, spec in there.items()
+            if inside[:depth] == stored_path
+        }
+        is_longer = length > here[path]
+        memory = (slot.memory(there) or {}) if is_longer else {}
+        for inside, (spelled_there, spec) in entries.items():
+            place = _place(slot.name, inside, is_flat_here)
+            if _position_at(inside, len(path)) >= here[path]:
+                fit.made[place] = memory.get(inside, memory.get(spelled_there))
+            elif spec.dtype is None and isinstance(own.get(inside), torch.Tensor):
+                fit.dropped.append(place)  # an entry of another kind
+                fit.made[place] = None
+
+
+def _lengths(paths: Iterable[Path]) -> dict[Path, int]:
+    """Where the lists lie that no other list holds, and how many entries they have."""
+    found: dict[Path, int] = {}
+    for path in paths:
+        keys = tuple(itertools.takewhile(lambda part: not isinstance(part, Index), path))
+        if len(keys) < len(path):
+            found[keys] = max(found.get(keys, 0), 1 + _position_at(path, len(keys)))
+    return found
+
+
+def _position_at(path: Path, depth: int) -> int:
+    part = path[depth] if depth < len(path) else None
+    return part.position if isinstance(part, Index) else -1
 
 
 def _entries(there: Mapping[Path, KeySpec]) -> set[str]:

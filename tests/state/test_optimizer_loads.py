@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dcp_pipeline import AppState, DefaultLoadPlanner, StateDictOptions, load, save
+from dcp_pipeline import (
+    AppState,
+    DefaultLoadPlanner,
+    MissingKeyError,
+    StateDictOptions,
+    load,
+    save,
+)
 from dcp_pipeline.state.first_step import state_after_a_step
 from dcp_pipeline.state.flatten import flatten
 from dcp_pipeline.state.helpers import (
@@ -129,6 +136,76 @@ def test_a_first_step_is_tried_once(ranks: Pool, tmp_path: Path, flat: bool) -> 
         assert kinds["real"] == 2
         assert same == [True] * 4
         assert kept == [("torch.float32", [2.0] * 3)]
+
+
+class Remembers(torch.optim.Optimizer):
+    """Keeps all gradients, and pairs of what it was given; steps by the sum of them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("past", {}).setdefault(0, []).append(parameter.grad.clone())
+            state.setdefault("pairs", []).append({"sum": parameter.grad.sum(), "at": len(state)})
+            parameter.sub_(sum(state["past"][0]), alpha=0.01)
+
+
+def closure_steps(model: Any, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        given = torch.randn(5, 3, generator=generator)
+
+        def closure(given: torch.Tensor = given) -> float:
+            optimizer.zero_grad()
+            loss = model(given).square().sum()
+            loss.backward()
+            return float(loss.detach())
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    "make", [Remembers, lambda all: torch.optim.LBFGS(all, lr=0.1, max_iter=3)]
+)
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_lists_have_the_length_that_they_were_saved_with(
+    tmp_path: Path, options: Any, make: Any, before: int
+) -> None:
+    model, other = model_of(), model_of(1)
+    optimizer, fresh = make(model.parameters()), make(other.parameters())
+    closure_steps(model, optimizer, 2, seed=3)
+    save({"app": AppState(model, optimizer, options=options)}, checkpoint_id=tmp_path / "c")
+    closure_steps(other, fresh, before, seed=4)
+    app = AppState(other, fresh, options=options)
+    if isinstance(optimizer, Remembers) and before:
+        # A planner of DCP's cannot put tensors in the place of other values.
+        load({"app": app}, checkpoint_id=tmp_path / "c", planner=DefaultLoadPlanner())
+        assert plain(fresh.state_dict()["state"]) == plain(optimizer.state_dict()["state"])
+        closure_steps(other, fresh, before, seed=4)
+    load({"app": app}, checkpoint_id=tmp_path / "c")
+    assert plain(fresh.state_dict()["state"]) == plain(optimizer.state_dict()["state"])
+    for each, its in ((model, optimizer), (other, fresh)):
+        closure_steps(each, its, 2, seed=5)
+    assert bits(other) == bits(model)
+
+
+def test_an_entry_that_is_no_part_of_a_list_is_still_missed(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = Remembers(model.parameters())
+    closure_steps(model, optimizer, 2, seed=3)
+    leave_out = {"kind": "exclude", "keys": ["optimizer.state.0.weight.pairs.*"], "on": "save"}
+    app = AppState(model, optimizer)
+    save(app, checkpoint_id=tmp_path / "c", config={"transforms": [leave_out]})
+    with pytest.raises(MissingKeyError, match=r"0\.weight\.pairs\.1"):
+        load(app, checkpoint_id=tmp_path / "c")
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor, Factored])
