@@ -151,6 +151,10 @@ def _member(args: tuple[Any, ...]) -> torch.memory_format:
     return _MEMORY_FORMATS[_MEMORY_FORMAT_NAMES.index(name)]
 
 
+class _Plan:
+    """A part of a plan to save, which Megatron-core keeps in the metadata; nothing of it counts."""
+
+
 def _path(cls: type[PurePath]) -> Factory:
     def make(args: tuple[Any, ...]) -> PurePath:
         if not all(type(part) is str for part in args):
@@ -321,6 +325,8 @@ def _globals() -> dict[str, object]:
     known["builtins.getattr"] = Factory("getattr", _member)
     known["torch.Size"] = Factory("torch.Size", _size, of_counts=True)
     known["torch.serialization._get_layout"] = Factory("_get_layout", _layout)
+    for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"):
+        known[f"torch.distributed.checkpoint.planner.{name}"] = Factory(name, lambda _: _Plan())
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PosixPath", "PurePath", "PurePosixPath"):
             known[f"{module}.{name}"] = _path(PurePosixPath)
@@ -338,6 +344,7 @@ _BUILDERS: dict[type, Callable[[Any, Any], None]] = {
     StorageMeta: _build_meta,
     TensorProperties: _build_properties,
     TensorStorageMetadata: _build_tensor,
+    _Plan: lambda plan, state: None,
     _StorageInfo: _build_info,
     OrderedDict: lambda mapping, state: None,  # attributes of a dict are no data
 }
