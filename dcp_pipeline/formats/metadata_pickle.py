@@ -34,6 +34,7 @@ __all__ = ["read_metadata", "write_metadata"]
 
 _LIMIT = 1 << 63
 _DCP = "torch.distributed.checkpoint.metadata"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 _MEMORY_FORMAT_NAMES = (
@@ -327,6 +328,9 @@ def _globals() -> dict[str, object]:
     known["torch.serialization._get_layout"] = Factory("_get_layout", _layout)
     for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"):
         known[f"torch.distributed.checkpoint.planner.{name}"] = Factory(name, lambda _: _Plan())
+    # Subclasses that Megatron-core had until 0.15.
+    known[f"{_MEGATRON}.MCoreMetadata"] = _new(Metadata)
+    known[f"{_MEGATRON}.MCoreSavePlan"] = Factory("MCoreSavePlan", lambda _: _Plan())
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PosixPath", "PurePath", "PurePosixPath"):
             known[f"{module}.{name}"] = _path(PurePosixPath)

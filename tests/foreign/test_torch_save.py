@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, written by torch itself: what ``torch.load(weights_only=True)`` gives."""
+"""Files of ``torch.save``, written by torch: what ``torch.load(weights_only=True)`` gives."""
 
 import argparse
 import struct
