@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -160,6 +161,11 @@ def _deliver(
 ) -> None:
     """Copy a box out of the bytes that span it."""
     nbytes = destination.dtype.itemsize
+    whole = data[: len(data) // nbytes * nbytes]
+    if not data.readonly and ctypes.addressof(ctypes.c_char.from_buffer(data)) % nbytes == 0:
+        elements = torch.frombuffer(whole, dtype=destination.dtype)
+        destination.fill(elements.as_strided(extent, strides))
+        return
     raw = np.frombuffer(data, f"V{nbytes}")
     steps = [stride * nbytes for stride in strides]
     dense = bytearray(np.lib.stride_tricks.as_strided(raw, extent, steps).tobytes())
