@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_pipeline.config.explain import validate
@@ -100,6 +100,12 @@ class PipelineBuilder:
     def transform(self, kind: str | KindConfig, **fields: Any) -> Self:
         """Add a rule that keys and tensors pass through, after those added before."""
         return self._add("transforms", _part("transforms", kind, fields))
+
+    def transforms(self, rules: Iterable[KindConfig | Mapping[str, Any]]) -> Self:
+        """Add several rules, such as those of a recipe's map."""
+        for rule in rules:
+            self._add("transforms", rule)
+        return self
 
     def node(self, node: Node, graph: Literal["save", "load"] = "save") -> Self:
         """Add a node of your own to one of the two graphs.

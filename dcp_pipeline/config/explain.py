@@ -122,7 +122,10 @@ def _unknown_key(location: _Location, data: Mapping[str, Any]) -> str:
     elif above and above[0] in GROUPS:
         return _unknown_key_of_kind(str(above[0]), key, data)
     elif above:
-        kind = data["transforms"][above[1]]["kind"]
+        rule: Any = data
+        for step in above:
+            rule = rule[step]
+        kind = rule["kind"]
         owner, known = f"the rule {kind}", _fields_of(model_of(TRANSFORM, kind))
     return f"unknown key; {owner} takes: {', '.join(known)}{did_you_mean(key, known)}"
 

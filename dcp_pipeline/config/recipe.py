@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import product
@@ -12,6 +13,7 @@ from dcp_pipeline.config.explain import validate
 from dcp_pipeline.config.formulas import evaluate, evaluate_all
 from dcp_pipeline.config.recipe_info import RecipeInfo
 from dcp_pipeline.core.affine import Mapped, whole
+from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import ConfigError
 from dcp_pipeline.core.kind import KindConfig
 from dcp_pipeline.core.registry import did_you_mean
@@ -155,12 +157,27 @@ class Recipe:
         No name is made, so that the largest model is counted at once.
         """
         for pattern, shape in self.info.tensors.get(side, {}).items():
-            count = prod(len(self._places[place]) for place in Pattern(pattern).places)
-            yield pattern, self._dtype(pattern), count, prod(self._shape(pattern, shape))
+            elements = prod(self._shape(pattern, shape))
+            yield pattern, self._dtype(pattern), self._count(pattern), elements
+
+    def published_bytes(self, side: str = "huggingface") -> dict[str, int] | None:
+        """Dtype -> bytes of the files with codes and scales; ``None`` where they have none."""
+        quantized = self.info.quantized
+        if quantized is None:
+            return None
+        sizes: Counter[str] = Counter()
+        for pattern, formulas in self.info.tensors.get(side, {}).items():
+            shape, dtype = self._shape(pattern, formulas), self._dtype(pattern)
+            for _, (stored, stored_shape) in self._codes([(pattern, (dtype, shape))]):
+                sizes[stored] += self._count(pattern) * prod(stored_shape) * ITEM_SIZES[stored]
+        return dict(sizes)
 
     def is_trained(self, name: str) -> bool:
         """Whether a tensor, or all that fit a pattern, are changed by the optimizer."""
         return not _fits(name, self.info.buffers)
+
+    def _count(self, pattern: str) -> int:
+        return prod(len(self._places[place]) for place in Pattern(pattern).places)
 
     def _declared(self, side: str) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
         for text, formulas in self.info.tensors[side].items():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-__all__ = ["SHRUNKEN", "overrides"]
+from dcp_pipeline.config.compose import load_recipe
+from dcp_pipeline.config.recipe import Recipe
+
+__all__ = ["SHRUNKEN", "full", "overrides", "small", "transformers_model"]
 
 _LLAMA = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 40}
 
@@ -30,6 +34,18 @@ SHRUNKEN: dict[str, dict[str, int]] = {
 def overrides(name: str) -> list[str]:
     """As on the command line."""
     return [f"recipe.model.{key}={value}" for key, value in SHRUNKEN[name].items()]
+
+
+@cache
+def small(name: str) -> Recipe:
+    """The recipe of the small model."""
+    return load_recipe(name, overrides(name))
+
+
+@cache
+def full(name: str) -> Recipe:
+    """The recipe as it is."""
+    return load_recipe(name)
 
 
 def transformers_model(name: str) -> Any:
