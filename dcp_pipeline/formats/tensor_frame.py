@@ -6,15 +6,14 @@ is the last entry and its CRC-32 follows it in a data descriptor, so that it can
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from zlib import crc32 as _crc32
 
 import torch
 
 from dcp_pipeline.core.errors import UnsupportedLeafError
+from dcp_pipeline.formats.zip_records import end_record, small_entry, streamed_entry
 
 __all__ = ["NEW_DTYPES", "TYPED_STORAGES", "ZipFrame", "frame_tensor"]
 
@@ -51,11 +50,6 @@ NEW_DTYPES = {
 }
 
 _ALIGNMENT = 64
-_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_DATE = 0x21  # 1980-01-01, the earliest a zip can say: the same tensor is always the same bytes
-_STREAMED = 0x08  # sizes and CRC follow the payload
 _PICKLE_NAME, _DATA_NAME = b"archive/data.pkl", b"archive/data/0"
 _HOOKS = b"\x89ccollections\nOrderedDict\n)R"  # requires_grad False, no backward hooks
 
@@ -169,19 +163,9 @@ def _pickle_parts() -> dict[torch.dtype, tuple[bytes, bytes, int, bool]]:
 _PICKLE_PARTS = _pickle_parts()
 
 
-def _small_entry(name: bytes, data: bytes, offset: int) -> tuple[bytes, bytes]:
-    """The local and the central record of an entry whose data is at hand."""
-    crc, size = _crc32(data), len(data)
-    local = _LOCAL.pack(b"PK\x03\x04", 20, 0, 0, 0, _DATE, crc, size, size, len(name), 0)
-    central = _CENTRAL.pack(
-        b"PK\x01\x02", 20, 20, 0, 0, 0, _DATE, crc, size, size, len(name), 0, 0, 0, 0, 0, offset
-    )
-    return local + name + data, central + name
-
-
 def _fixed_entries() -> tuple[bytes, bytes]:
-    order, order_entry = _small_entry(b"archive/byteorder", b"little", 0)
-    version, version_entry = _small_entry(b"archive/version", b"3\n", len(order))
+    order, order_entry = small_entry(b"archive/byteorder", b"little", 0)
+    version, version_entry = small_entry(b"archive/version", b"3\n", len(order))
     return order + version, order_entry + version_entry
 
 
@@ -190,40 +174,12 @@ _FIXED, _FIXED_DIRECTORY = _fixed_entries()
 
 
 def _assemble(pickle: bytes, payload_bytes: int) -> ZipFrame:
-    wide = payload_bytes >= _MAX32
-    local, directory = _small_entry(_PICKLE_NAME, pickle, len(_FIXED))
-    at = len(_FIXED) + len(local)
-    extra = struct.pack("<HHQQ", 1, 16, 0, 0) if wide else b""
-    unpadded = at + _LOCAL.size + len(_DATA_NAME) + len(extra) + 4
-    padding = -unpadded % _ALIGNMENT
-    extra += struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-    need, size = (45, _MAX32) if wide else (20, 0)
-    data_local = _LOCAL.pack(
-        b"PK\x03\x04", need, _STREAMED, 0, 0, _DATE, 0, size, size, len(_DATA_NAME), len(extra)
-    )
-    head = b"".join((_FIXED, local, data_local, _DATA_NAME, extra))
-
-    sizes = struct.pack("<QQ" if wide else "<II", payload_bytes, payload_bytes)
-    start = len(head) + payload_bytes + 8 + len(sizes)
-    shown = min(payload_bytes, _MAX32)
-    more = struct.pack("<HHQQ", 1, 16, payload_bytes, payload_bytes) if wide else b""
-    data_central = _CENTRAL.pack(
-        b"PK\x01\x02", need, need, _STREAMED, 0, 0, _DATE, 0, shown, shown, len(_DATA_NAME),
-        len(more), 0, 0, 0, 0, at,
-    )  # fmt: skip
-    before = _FIXED_DIRECTORY + directory + data_central[:16]
-    after = data_central[20:] + _DATA_NAME + more
-    after += _end_record(4, len(before) + 4 + len(after), start)
-    tail_bytes = 8 + len(sizes) + len(before) + 4 + len(after)
-    return ZipFrame(head, payload_bytes, tail_bytes, sizes, before, after)
-
-
-def _end_record(count: int, size: int, start: int) -> bytes:
-    end64 = b""
-    if start >= _MAX32:
-        end64 = struct.pack(
-            "<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start
-        ) + struct.pack("<4sIQI", b"PK\x06\x07", 0, start + size, 1)
-    return end64 + struct.pack(
-        "<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, size, min(start, _MAX32), 0
-    )
+    local, directory = small_entry(_PICKLE_NAME, pickle, len(_FIXED))
+    entry = streamed_entry(_DATA_NAME, payload_bytes, len(_FIXED) + len(local), _ALIGNMENT)
+    head = _FIXED + local + entry.local
+    start = len(head) + payload_bytes + entry.descriptor_bytes
+    before = _FIXED_DIRECTORY + directory + entry.before_crc
+    after = entry.after_crc
+    after += end_record(4, len(before) + 4 + len(after), start)
+    tail_bytes = entry.descriptor_bytes + len(before) + 4 + len(after)
+    return ZipFrame(head, payload_bytes, tail_bytes, entry.sizes, before, after)

@@ -21,7 +21,7 @@ from dcp_pipeline.core.errors import (
 from dcp_pipeline.formats.value_guard import ValueGlobals, globals_of_value, pickle_of_value
 from dcp_pipeline.formats.zip_directory import Window
 
-__all__ = ["check_readable", "read_value", "write_value"]
+__all__ = ["check_readable", "loads_weights_only", "read_value", "write_value"]
 
 _INT_BITS = 255 * 8 - 1  # torch's guarded reader knows only the short form of a long integer
 _SCALARS = (type(None), bool, float, str, complex, bytes, torch.dtype, torch.device, torch.Size)
@@ -96,6 +96,22 @@ def check_readable(value: object, safe_globals: Sequence[object] = ()) -> bytes:
             f"a {_type_name(value)}, which would not be read back: {error}"
         ) from error
     return data
+
+
+def loads_weights_only(value: object) -> bool:
+    """Whether anybody's ``torch.load(weights_only=True)`` opens a file that holds the value.
+
+    It refuses some that :func:`read_value` takes, such as ``frozenset``.
+
+    Raises:
+        UnsupportedLeafError: the value cannot be pickled.
+    """
+    data = write_value(value)
+    try:
+        _load(data, False)
+    except UnpicklingError:
+        return False
+    return True
 
 
 def _load(data: bytes | memoryview, trusted: bool) -> object:

@@ -14,9 +14,10 @@ from dcp_pipeline.core.path import Path
 from dcp_pipeline.core.table import Kind
 from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
+from dcp_pipeline.layout.torch_file import TorchFileLayout
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.save import write_of
-from dcp_pipeline.pipelines.steps import save_agree, save_commit, save_plan, untie
+from dcp_pipeline.pipelines.steps import save_agree, save_commit, save_plan, torch_file, untie
 from dcp_pipeline.types.entries import Entries, Entry, Piece
 from dcp_pipeline.types.streamed import Fill, Streamed
 
@@ -27,6 +28,8 @@ _STEP_BYTES = 8 << 20
 
 def convert_graph(parts: Parts) -> Graph:
     """The graph that every rank runs to convert; the entries stand for what is read meanwhile."""
+    if isinstance(parts.layout, TorchFileLayout):
+        return _torch_file_graph()
     graph = Graph(
         "convert",
         [
@@ -49,6 +52,23 @@ def convert_graph(parts: Parts) -> Graph:
     if getattr(parts.layout, "writes_ties", False):
         graph = graph.through("staged", Node("untie", untie.untie, ("staged",), ("staged",)))
     return graph
+
+
+def _torch_file_graph() -> Graph:
+    """The graph for one file, which the coordinator writes: one stream, in one pass."""
+    return Graph(
+        "convert",
+        [
+            # The coordinator: read, pass through the rules and write, slab by slab.
+            Node("write", torch_file.write_torch_file, ("staged", "job"), ("written",)),
+            # All ranks: then the target exists.
+            Node(
+                "commit", torch_file.commit_torch_file, ("written", "job"), ("manifest",),
+                coordinates=True,
+            ),
+        ],
+        inputs=("staged", "job"),
+    )  # fmt: skip
 
 
 class Buffers:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from dcp_pipeline.core.errors import ConfigError
 from dcp_pipeline.core.kind import parse_bytes
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.graph.trace import Trace
+from dcp_pipeline.layout.torch_file import TorchFileLayout
 from dcp_pipeline.pipelines.arguments import as_text
 from dcp_pipeline.pipelines.complete import complete
 from dcp_pipeline.pipelines.convert import convert_graph, streamed_entries
@@ -29,7 +30,7 @@ from dcp_pipeline.pipelines.resumption import lasting_id
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.tools.convert_check import check_target
 from dcp_pipeline.tools.convert_source import Chosen, Sources, choose
-from dcp_pipeline.tools.sources import open_source
+from dcp_pipeline.tools.sources import open_on_ranks
 
 __all__ = ["Conversion", "PlannedKey", "convert"]
 
@@ -40,6 +41,7 @@ _TARGETS = {
     "dcp": {"layout": "dcp"},
     "huggingface": {"layout": "huggingface", "serialization": "safetensors"},
     "mega": {"layout": "mega", "serialization": "mega"},
+    "torch_save": {"serialization": "torch_save"},
 }
 _SPARE_BYTES = 48 << 20
 """Of a thread, for what is read and written at a time."""
@@ -122,7 +124,8 @@ def convert(
         source: a checkpoint of any kind that can be recognised, or several to be averaged.
         target: a directory; what is in it is replaced by the rules of its layout.
         to: ``dcp``, ``huggingface`` or ``mega``, with the serialization that goes with it; instead
-            of ``config``, or over it.
+            of ``config``, or over it. ``torch_save`` is one file for ``torch.load``, named by
+            ``target``: tensors and values by name, written by one rank.
         config: of the target; its ``transforms`` are the rules, from the source to the target.
         source_kind: of the source, where it is not to be recognised.
         source_options: of the source's layout, such as ``{"dequantize": "bfloat16"}``.
@@ -136,7 +139,8 @@ def convert(
         check: read the target again at the end, and compare every tensor's fingerprint with that
             of what the source gave, and with the source's own where one is recorded.
         resume: leave what is finished where a conversion is broken off, and go on from there when
-            it is tried again with the same arguments and ranks; without, it is removed.
+            it is tried again with the same arguments and ranks; without, and with a single file,
+            it is removed.
         plan_only: say what would be written, and write nothing.
         progress: called while this rank writes.
 
@@ -159,19 +163,23 @@ def convert(
         raise ConfigError(f"found the dtype {dtype!r}; allowed: {', '.join(ITEM_SIZES)}", "dtype")
     checked = _config(to, config, max_shard_size)
     shares = _weights(sources, weights)
+    folder, name = _file_of(as_text(target)) if to == "torch_save" else (as_text(target), "")
     parts = Parts.build(checked)
+    if name:
+        parts = replace(parts, layout=TorchFileLayout(name))
     try:
         coordinator = parts.coordination.coordinator(process_group)
-        opened = [_opened(one, source_kind, source_options or {}, coordinator) for one in sources]
+        options = source_options or {}
+        opened = [open_on_ranks(one, source_kind, options, coordinator) for one in sources]
         chosen = [
             choose(manifest, parts.rules, reverse, only, drop, dtype) for _, manifest in opened
         ]
-        directory = parts.storage.open(as_text(target))
+        directory = parts.storage.open(folder)
         planned = Conversion(
             tuple(place.location for place, _ in opened),
-            directory.location,
+            _target_of(directory, parts),
             opened[0][1].layout,
-            checked.layout.kind,
+            parts.layout.kind,
             _keys(chosen[0]),
             tuple(chosen[0].outcome.dropped),
             chosen[0].nbytes,
@@ -180,7 +188,7 @@ def convert(
             return planned
         slab_bytes = _slab_bytes(memory, parts.storage.thread_count)
         job = SaveJob(parts, coordinator, directory, {"converted_from": list(sources)})
-        if resume:
+        if resume and not name:
             job.lasting_id = _lasting_id(planned, opened, checked, coordinator, slab_bytes, shares)
         with Sources(opened, chosen, shares, job.check_peers) as reading:
             meter = _Meter(reading.fill, progress, chosen[0].nbytes // coordinator.world_size)
@@ -219,6 +227,22 @@ def convert(
         parts.close()
 
 
+def _file_of(target: str) -> tuple[str, str]:
+    """The directory and the name of a target that is one file."""
+    folder, _, name = target.rpartition("/")
+    if name in ("", ".", "..") or os.path.isdir(target):
+        raise ConfigError(
+            f"expected the path of a file, such as model.pt, found {target!r}", "target"
+        )
+    return folder or ("/" if target.startswith("/") else "."), name
+
+
+def _target_of(directory: Directory, parts: Parts) -> str:
+    if isinstance(parts.layout, TorchFileLayout):
+        return f"{directory.location}/{parts.layout.name}"
+    return directory.location
+
+
 def _listed(source: Any) -> list[Any]:
     return [source] if isinstance(source, str | os.PathLike) else list(source)
 
@@ -255,22 +279,6 @@ def _weights(sources: list[str], weights: Sequence[float] | None) -> list[float]
     if len(weights) != len(sources):
         raise ConfigError(f"{len(weights)} weights are given for {len(sources)} sources", "weights")
     return [float(weight) for weight in weights]
-
-
-def _opened(
-    source: str, kind: str | None, options: Mapping[str, Any], coordinator: Coordinator
-) -> tuple[Directory, Manifest]:
-    """A source on every rank, which one of them has looked into."""
-    directory, manifest = open_source(source, kind, options) if coordinator.is_coordinator else (
-        None, None
-    )  # fmt: skip
-    if coordinator.world_size > 1:
-        data = coordinator.broadcast("open", None if manifest is None else manifest.encode())
-        if manifest is None:
-            manifest = Manifest.decode(data)
-            directory, _ = open_source(source, kind, options, look=False)
-    assert directory is not None and manifest is not None
-    return directory, manifest
 
 
 def _keys(chosen: Chosen) -> tuple[PlannedKey, ...]:
