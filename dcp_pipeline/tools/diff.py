@@ -19,6 +19,7 @@ from dcp_pipeline.core.path import dotted
 from dcp_pipeline.core.registry import model_of
 from dcp_pipeline.core.table import KeySpec
 from dcp_pipeline.formats.typed_json import canonical
+from dcp_pipeline.layout.foreign import open_source
 from dcp_pipeline.pipelines.convert import Buffers
 from dcp_pipeline.pipelines.source import SourceReader
 from dcp_pipeline.pipelines.steps.mapped_view import stored_tensors
@@ -26,7 +27,6 @@ from dcp_pipeline.rules.base import matches
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.tools.diff_report import Difference, DiffReport
 from dcp_pipeline.tools.diff_values import Tally
-from dcp_pipeline.tools.sources import open_source
 from dcp_pipeline.types.dtypes import DTYPES
 from dcp_pipeline.types.streamed import Streamed
 
@@ -137,9 +137,7 @@ def _slab_bytes(rtol: float, atol: float, threads: int, memory: int | str) -> in
 
 
 def _opened(path: str) -> tuple[Directory, Manifest]:
-    directory, manifest = open_source(path)
-    assert manifest is not None
-    return directory, manifest
+    return open_source(path)
 
 
 def _is_asked(name: str, only: Sequence[str], drop: Sequence[str]) -> bool:

@@ -1,40 +1,41 @@
-"""Opens whatever can be converted, compared or looked at."""
+"""Opens what is to be converted or compared, on all ranks together."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from dcp_pipeline.core.errors import CheckpointNotFoundError
+from dcp_pipeline.core.checksum import digest_of
+from dcp_pipeline.core.coordinator import Coordinator
+from dcp_pipeline.core.errors import DisagreementError
 from dcp_pipeline.core.manifest import Manifest
-from dcp_pipeline.core.registry import model_of
+from dcp_pipeline.layout.foreign import open_source
 from dcp_pipeline.storage.base import Directory
-from dcp_pipeline.storage.filesystem import FileSystemStorage
 
-__all__ = ["open_source"]
+__all__ = ["open_on_ranks"]
 
 
-def open_source(
-    path: str, kind: str | None = None, options: Mapping[str, Any] | None = None, look: bool = True
-) -> tuple[Directory, Manifest | None]:
-    """A checkpoint of any kind.
+def open_on_ranks(
+    path: str, kind: str | None, options: Mapping[str, Any], coordinator: Coordinator
+) -> tuple[Directory, Manifest]:
+    """A checkpoint of any kind, as every rank finds it.
 
-    Args:
-        kind: ``None`` to recognise it.
-        options: of its layout.
-        look: whether to read what it holds; without, only the directory is opened.
+    Raises:
+        CheckpointException: a rank cannot open it, or finds another one there.
     """
-    kind = kind or _recognized(path)
-    layout = model_of("layout", kind)(kind=kind, **(options or {})).build()
-    directory = FileSystemStorage().open(path, follow_links=layout.follows_links)
-    return directory, layout.open(directory) if look else None
+    opened: tuple[Directory, Manifest] | None = None
+    message: bytes | BaseException
+    try:
+        opened = open_source(path, kind, options)
+        message = digest_of("sha256", opened[1].encode())
+    except Exception as error:
+        message = error
 
+    def compare(messages: list[bytes]) -> list[bytes]:
+        if len(set(messages)) > 1:
+            raise DisagreementError(f"the ranks do not find the same checkpoint at {path}")
+        return [b""] * len(messages)
 
-def _recognized(path: str) -> str:
-    if not os.path.isdir(path):
-        raise CheckpointNotFoundError(f"{path} is not there", path)
-    names = os.listdir(path)
-    if any(name in names for name in ("manifest.json", ".metadata")):
-        return "dcp"
-    return "mega" if any(name.endswith(".mega") for name in names) else "huggingface"
+    coordinator.exchange("open", message, compare)
+    assert opened is not None
+    return opened
