@@ -16,7 +16,19 @@ from typing import Annotated
 
 import typer
 
-from dcp_pipeline.cli import config, diff, graph, inspect, latest, ls, prune, recipes, verify
+from dcp_pipeline.cli import (
+    config,
+    diff,
+    estimate,
+    graph,
+    inspect,
+    latest,
+    ls,
+    prune,
+    recipes,
+    rules,
+    verify,
+)
 from dcp_pipeline.core.errors import CheckpointError, ConfigError
 
 __all__ = ["PROBLEM", "USAGE", "app", "main"]
@@ -30,6 +42,7 @@ USAGE = 2
 _COMMANDS: dict[str, Callable[..., None]] = {
     "config": config.command,
     "recipes": recipes.command,
+    "estimate": estimate.command,
     "graph": graph.command,
     "inspect": inspect.command,
     "ls": ls.command,
@@ -47,6 +60,7 @@ app = typer.Typer(
 )
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
+app.add_typer(rules.app, name="rules")
 
 
 @dataclass(slots=True)

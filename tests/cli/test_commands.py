@@ -127,6 +127,10 @@ TORCH_FREE = [
     "app(['config', '-r', 'llama3_8b'], standalone_mode=False, obj=_Settings())",
     "from dcp_pipeline.cli.main import app, _Settings; "
     "app(['recipes'], standalone_mode=False, obj=_Settings())",
+    "from dcp_pipeline.cli.main import app, _Settings; "
+    "app(['estimate', '-r', 'gpt2'], standalone_mode=False, obj=_Settings())",
+    "from dcp_pipeline.cli.main import app, _Settings; "
+    "app(['rules', 'check', '-r', 'qwen3_8b'], standalone_mode=False, obj=_Settings())",
 ]
 
 

@@ -14,7 +14,19 @@ from dcp_pipeline.pipeline import Pipeline
 
 SURFACE = {
     "config": ["--help", "--json", "--recipe", "-r", "overrides"],
-    "recipes": ["--help", "--json"],
+    "recipes": ["--help", "--json", "recipe"],
+    "estimate": ["--help", "--json", "--ranks", "--recipe", "-r", "overrides"],
+    "rules check": [
+        "--help",
+        "--json",
+        "--map",
+        "--prefix",
+        "--recipe",
+        "--reverse",
+        "-m",
+        "-r",
+        "arguments",
+    ],
     "graph": [
         "--format",
         "--help",
@@ -47,8 +59,18 @@ SURFACE = {
 
 
 def test_commands_and_options_are_frozen() -> None:
-    group = typer.main.get_command(app)
-    assert {name: _options(command) for name, command in group.commands.items()} == SURFACE
+    assert {name: _options(command) for name, command in _commands().items()} == SURFACE
+
+
+def _commands() -> dict[str, click.Command]:
+    """All of them by name; those of a group by the group's name and theirs."""
+    found = {}
+    for name, command in typer.main.get_command(app).commands.items():
+        if hasattr(command, "commands"):
+            found |= {f"{name} {below}": one for below, one in command.commands.items()}
+        else:
+            found[name] = command
+    return found
 
 
 def _options(command: click.Command) -> list[str]:
@@ -62,8 +84,7 @@ def _options(command: click.Command) -> list[str]:
 
 @pytest.mark.parametrize("command", SURFACE)
 def test_help_says_what_a_command_is_for(command: str) -> None:
-    group = typer.main.get_command(app)
-    assert group.commands[command].help
+    assert _commands()[command].help
 
 
 @pytest.mark.parametrize("serialization", ["torch_save", "safetensors"])
