@@ -65,7 +65,7 @@ def record_ranks(before: Before, root: Path) -> list[Change]:
 def _start(before: Before, root: Path) -> Path:
     top = root / "recorded"
     shutil.rmtree(top, ignore_errors=True)
-    top.mkdir()
+    top.mkdir(parents=True)
     saves.copy(before.path, top / "checkpoint")
     (root / "log").unlink(missing_ok=True)
     return top
