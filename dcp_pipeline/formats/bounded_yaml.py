@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from dcp_pipeline.core.errors import FormatError, UnsafeCheckpointError
+from dcp_pipeline.core.errors import CheckpointError, FormatError, UnsafeCheckpointError
 
 __all__ = ["parse_yaml_object"]
 
@@ -39,6 +39,8 @@ def parse_yaml_object(
         text = data.decode("utf-8")
         _check_events(text, what, most_values)
         found = yaml.load(text, Loader=_Loader)
+    except CheckpointError:
+        raise
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise FormatError(f"{what} is not YAML: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(found, dict):

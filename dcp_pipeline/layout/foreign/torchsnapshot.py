@@ -132,7 +132,9 @@ class _Snapshot:
         dtypes: set[str] = set()
         for name, entry in parts:
             listed = entry.get(_SHARDED[entry["type"]])
-            for shard in listed if isinstance(listed, list) else ():
+            if not isinstance(listed, list):
+                raise FormatError(f"{name!r} has no list of shards")
+            for shard in listed:
                 if not isinstance(shard, dict) or not isinstance(shard.get("tensor"), dict):
                     raise FormatError(f"{name!r} has a shard without a tensor")
                 offsets, sizes = (_integers(shard.get(key), name) for key in ("offsets", "sizes"))
