@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,6 +20,7 @@ from dcp_pipeline.core.path import Path
 from dcp_pipeline.core.table import KeySpec
 from dcp_pipeline.state.flatten import flatten
 from dcp_pipeline.state.model_names import ModelNames
+from dcp_pipeline.state.model_state import is_in_host_memory
 from dcp_pipeline.state.optimizer_state import (
     GROUPS,
     PARAMS,
@@ -52,7 +54,11 @@ def flat_optimizer_state(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
     """torch's state by name; where there is none yet, ``{}`` for each parameter."""
-    nested = replace(options, flatten_optimizer_state_dict=False)
+    nested = replace(
+        options,
+        flatten_optimizer_state_dict=False,
+        cpu_offload=options.cpu_offload and not is_in_host_memory(model),
+    )
     found: dict[str, Any]
     first: Mapping[str, Any] = {}
     if any(optimizer.state for optimizer in optimizers):
@@ -62,7 +68,7 @@ def flat_optimizer_state(
             found = dict(torch_get(model, optimizers, options=nested))
         first = found.get(STATE, {})
         found = found | {STATE: {name: {} for name in first}} if found else {}
-    if not found:
+    if not found or (options.full_state_dict and options.cpu_offload and dist.get_rank()):
         return {}  # another rank has it all
     slots = [FlatSlot(name, own, first.get(name, {})) for name, own in found[STATE].items()]
     if options.flatten_optimizer_state_dict:

@@ -39,6 +39,7 @@ __all__ = [
     "ModelState",
     "fill_meta",
     "has_flat_parameters",
+    "is_in_host_memory",
     "is_on_meta",
     "model_state",
     "put_into_model",
@@ -99,10 +100,19 @@ def has_flat_parameters(model: nn.Module) -> bool:
     return bool(FullyShardedDataParallel.fsdp_modules(model))
 
 
+def is_in_host_memory(model: nn.Module) -> bool:
+    """Whether there is nothing to offload.
+
+    torch offloads FSDP1's flat parameters all the same, and then reads memory that it has freed.
+    """
+    return all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
 def _raw_state(model: nn.Module, options: StateDictOptions) -> dict[str, Any]:
     if has_flat_parameters(model):
         own = StateDictOptions(
-            full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload
+            full_state_dict=options.full_state_dict,
+            cpu_offload=options.cpu_offload and not is_in_host_memory(model),
         )
         return dict(torch_get_model_state_dict(model, options=own))
     # A subclass may have replaced state_dict by one that calls these functions.

@@ -241,6 +241,35 @@ def test_a_load_that_fails_leaves_every_rank(
     assert ranks(size).run(fail_while_applying, tmp_path, name, is_first) == [[]] * size
 
 
+def on_first_rank(name: str, steps: int) -> list[bool]:
+    """Whether rank 0 alone gets a whole state, the same as all ranks get together."""
+    job = build(name)
+    job.train(0, steps)
+    offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = []
+    parts = get_state_dict(job.model, job.optimizer, options=offloaded)
+    for part, expected in zip(
+        parts, get_state_dict(job.model, job.optimizer, options=FULL), strict=True
+    ):
+        same = equal_values(part, expected) if dist.get_rank() == 0 else not part
+        found.append(same)
+    job.train(steps, steps + 1)  # all is as it was
+    return found
+
+
+def equal_values(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal_values(one[k], other[k]) for k in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", ["fsdp1", slow("fsdp2"), slow("fsdp2 over tensor"), slow("ddp")])
+def test_a_whole_state_on_the_first_rank(ranks: Pool, name: str, steps: int) -> None:
+    size = LAYOUTS[name].sizes[0]
+    assert ranks(size).run(on_first_rank, name, steps) == [[True, True]] * size
+
+
 def save_stages_nested(path: Path) -> str:
     job = build("pipeline")
     try:
