@@ -43,7 +43,7 @@ def parse_index(data: bytes, name: str) -> MegaIndex:
         FormatError: no index, or its tables contradict each other.
         UnsafeCheckpointError: a path that leads out of the directory, or absurd sizes.
     """
-    members = parse_object(data, name, most_bytes=MAX_INDEX_BYTES, most_values=1 << 22)
+    members = parse_object(data, name, most_bytes=MAX_INDEX_BYTES, most_values=1 << 23)
     metadata = members.get("metadata", {})
     tables = {table: members.get(table) for table in ("weight_map", "shards")}
     for table, rows in tables.items():

@@ -246,7 +246,7 @@ def _json(file: MegaFile, key: str, name: str) -> dict[str, Any]:
     if not isinstance(found.value, str):
         raise FormatError(f"{name}: {key} is no text")
     what = f"{key} of {name}"
-    return parse_object(found.value.encode(), what, most_bytes=_MOST_JSON, most_values=1 << 22)
+    return parse_object(found.value.encode(), what, most_bytes=_MOST_JSON, most_values=1 << 23)
 
 
 def _box(box: Any, tensor: MegaTensor, file: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

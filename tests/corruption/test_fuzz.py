@@ -3,6 +3,7 @@
 Seeded, and bounded by numbers of inputs. The ``slow`` runs go on with other seeds.
 """
 
+import copy
 import json
 import random
 import shutil
@@ -127,7 +128,7 @@ def mutate(chance: random.Random, tree: Any) -> None:
             other, place = chance.choice(places(tree))
             node[key] = json.loads(json.dumps(other[place]))
         else:
-            node[key] = chance.choice(JUNK)
+            node[key] = copy.deepcopy(chance.choice(JUNK))
 
 
 def named(action: Callable[[], Any]) -> Any:

@@ -346,3 +346,37 @@ def test_a_shard_of_another_save_is_refused(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"weight_map":{"a":"model-00001-of-00002.mega"}}')
     with pytest.raises(FormatError, match=r"model-00001-of-00002\.mega: no MEGA file"):
         MegaLayout().open(FileSystemStorage().open(str(tmp_path)))
+
+
+def load_shared(path: Path, rollback: str) -> tuple[list[bool], int, str]:
+    """Everything on every rank, read by one and passed on; the bytes that this rank has read."""
+    settings = config() | {"read_replicas": "once", "rollback": rollback}
+    template = {"w": torch.full((300, 200), -1.0), "r": torch.full((5,), -1.0)}
+    try:
+        report = dcp_pipeline.load(template, checkpoint_id=path, config=settings)
+    except dcp_pipeline.CheckpointException as error:
+        untouched = all(bool((tensor == -1).all()) for tensor in template.values())
+        return [untouched], 0, str(error)
+    wanted = shared_state()
+    return [torch.equal(template[key], wanted[key]) for key in wanted], report.bytes_read, ""
+
+
+def shared_state() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(60_000.0).view(300, 200), "r": torch.ones(5)}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rollback", ["copy", "verify_first"])
+def test_what_is_read_once_is_verified_and_unpacked_by_every_rank(
+    ranks: Pool, tmp_path: Path, packed: bool, rollback: str
+) -> None:
+    dcp_pipeline.save(shared_state(), checkpoint_id=tmp_path, config=config(packed=packed))
+    found = ranks(2).run(load_shared, tmp_path, rollback)
+    assert [same for same, _, _ in found] == [[True, True]] * 2
+    path = tmp_path / "model.mega"
+    span = parse(path).tensors[0].spans[1]
+    data = bytearray(path.read_bytes())
+    data[span.offset + 9] ^= 1
+    path.write_bytes(data)
+    for untouched, _, text in ranks(2).run(load_shared, tmp_path, rollback):
+        assert untouched == [True] and "model.mega, w is damaged" in text
