@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from dcp_pipeline.builder import (
         PipelineBuilder as PipelineBuilder,
     )
+    from dcp_pipeline.config.compose import (
+        load_recipe as load_recipe,
+    )
     from dcp_pipeline.config.model import (
         PipelineConfig as PipelineConfig,
     )
@@ -178,6 +181,7 @@ _HOME = {
         "save_state_dict",
     ),
     "dcp_pipeline.builder": ("PipelineBuilder",),
+    "dcp_pipeline.config.compose": ("load_recipe",),
     "dcp_pipeline.config.model": ("PipelineConfig",),
     "dcp_pipeline.core.errors": (
         "BackgroundDiedError",

@@ -57,6 +57,7 @@ OURS = {
     "get_state_dict",
     "load",
     "load_keys",
+    "load_recipe",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "register",
