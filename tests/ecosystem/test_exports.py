@@ -141,7 +141,7 @@ def test_weights_of_an_old_pickle(tmp_path: Path) -> None:
     file = data_of("lpips", "weights/v0.1/squeeze.pth")
     with pytest.raises(FormatError, match="which is one pickle; load it with"):
         convert(file, tmp_path / "hf", to="huggingface")
-    torch.save(torch.load(file, weights_only=True), tmp_path / "new.pth")
+    torch.save(torch.load(file, weights_only=True, map_location="cpu"), tmp_path / "new.pth")
     convert(tmp_path / "new.pth", tmp_path / "hf", to="huggingface")
     wanted = torch.load(file, weights_only=True, map_location="cpu")
     found = dcp.load_keys(tmp_path / "hf", config={"layout": "huggingface"})
