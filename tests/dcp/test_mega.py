@@ -91,8 +91,8 @@ def test_settings(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.save(state(), storage_writer=writer)
     assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
-    with pytest.raises(dcp_pipeline.CheckpointError, match=r"level: unknown key"):
-        MegaStorageWriter(tmp_path, serialization={"level": 3})
+    with pytest.raises(dcp_pipeline.CheckpointError, match=r"speed: unknown key"):
+        MegaStorageWriter(tmp_path, serialization={"speed": 3})
 
 
 def test_what_it_cannot_hold_is_named(tmp_path: Path) -> None:
