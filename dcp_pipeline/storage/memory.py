@@ -120,6 +120,11 @@ class MemoryDirectory(Directory):
                 raise StorageError(f"{self.location}/{name} is there already", name, errno.EEXIST)
             files[name] = (bytes(data), time.time())
 
+    def put_whole(self, name: str, data: bytes) -> None:
+        with _LOCK:
+            files = _DIRECTORIES.setdefault(self.location, {})
+            files[safe_name(name)] = (bytes(data), time.time())
+
     def sync(self) -> None:
         return None
 
