@@ -72,6 +72,11 @@ PROGRAMS: dict[str, tuple[list[str], list[str], str | None]] = {
         ["storage.stale_after_seconds=300.0", "storage.direct_io=true"],
         "tiny_decoder",
     ),
+    "map of a recipe": (
+        ["checkpoint=llama3_8b", "checkpoint.recipe.map=huggingface_to_torchtitan"],
+        ["storage.stale_after_seconds=300.0", "recipe.map=huggingface_to_torchtitan"],
+        "llama3_8b",
+    ),
     "recipe of their own": (
         ["checkpoint=mine", "checkpoint/layout=dcp", "checkpoint.rollback=copy"],
         ["storage.stale_after_seconds=300.0", "rollback=copy"],
@@ -79,7 +84,7 @@ PROGRAMS: dict[str, tuple[list[str], list[str], str | None]] = {
     ),
 }
 ALWAYS = [("tree", "recipe of their own"), ("sdist", "overrides")]
-ALWAYS += [("wheel", "recipe and overrides")]
+ALWAYS += [("wheel", "recipe and overrides"), ("wheel", "map of a recipe")]
 
 
 @pytest.mark.parametrize(
