@@ -140,4 +140,5 @@ def _header(data: Any, prefix: str) -> RecipeInfo | None:
     try:
         return RecipeInfo.model_validate(data)
     except ValidationError as error:
-        raise explain(error, {}, f"{prefix}.recipe".removeprefix(".")) from None
+        path = f"{prefix}.recipe".removeprefix(".")
+        raise explain(error, data, path, header=RecipeInfo) from None

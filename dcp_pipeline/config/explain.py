@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.core.errors import ConfigError
-from dcp_pipeline.core.kind import KindConfig
+from dcp_pipeline.core.kind import FrozenModel, KindConfig
 from dcp_pipeline.core.registry import GROUPS, TRANSFORM, did_you_mean, model_of
 from dcp_pipeline.rules.config import DeclaredCast
 
@@ -52,9 +52,21 @@ def validate(data: Mapping[str, Any], prefix: str = "") -> PipelineConfig:
         raise explain(error, data, prefix) from None
 
 
-def explain(error: ValidationError, data: Mapping[str, Any], prefix: str = "") -> ConfigError:
-    """Turn Pydantic's error about ``data`` into ours, whose ``path`` is that of the first line."""
-    found = [(_path(line["loc"], prefix), _sentence(line, data)) for line in error.errors()]
+def explain(
+    error: ValidationError,
+    data: Mapping[str, Any],
+    prefix: str = "",
+    header: type[FrozenModel] | None = None,
+) -> ConfigError:
+    """Turn Pydantic's error about ``data`` into ours, whose ``path`` is that of the first line.
+
+    Args:
+        error: of a config, or of ``header``.
+        data: what the user wrote.
+        prefix: dotted path at which the user wrote it.
+        header: the model of a recipe's header, where the error is about that.
+    """
+    found = [(_path(line["loc"], prefix), _sentence(line, data, header)) for line in error.errors()]
     lines = [f"{path}: {sentence}" if path else sentence for path, sentence in found]
     message = lines[0]
     if len(lines) > 1:
@@ -83,10 +95,10 @@ def _path(location: _Location, prefix: str) -> str:
     return path.removeprefix(".")
 
 
-def _sentence(line: ErrorDetails, data: Mapping[str, Any]) -> str:
+def _sentence(line: ErrorDetails, data: Mapping[str, Any], header: type[FrozenModel] | None) -> str:
     kind, context, value = line["type"], line.get("ctx", {}), line["input"]
     if kind == "extra_forbidden":
-        return _unknown_key(line["loc"], data)
+        return _unknown_key(line["loc"], data) if header is None else _unknown(line["loc"], header)
     if kind == "missing":
         return "missing; it has to be given"
     if kind == "config":
@@ -112,6 +124,19 @@ def _allowed(expected: str, value: object) -> str:
     if value is None and "none" in names:
         return f"{allowed} (null is not the word none)"
     return allowed
+
+
+def _unknown(location: _Location, model: type[BaseModel]) -> str:
+    *above, last = location
+    for step in above:
+        annotation = model.model_fields[str(step)].annotation
+        model = next(
+            part
+            for part in (annotation, *get_args(annotation))
+            if isinstance(part, type) and issubclass(part, BaseModel)
+        )
+    known = tuple(model.model_fields)
+    return f"unknown key; it takes: {', '.join(known)}{did_you_mean(str(last), known)}"
 
 
 def _unknown_key(location: _Location, data: Mapping[str, Any]) -> str:

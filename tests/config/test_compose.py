@@ -144,6 +144,15 @@ MESSAGES = [
     (["rollback=[1"], "rollback", "cannot read the override 'rollback=[1'"),
     (["rollback=off"], "rollback", "found 'off'; allowed: copy, verify_first, none"),
     (["+recipe.nme=x"], "recipe.name", "missing; it has to be given"),
+    (["+recipe={name: x, modle: 1}"], "recipe.modle", "it takes: name, description, map, model"),
+    (["+recipe={name: x, modle: 1}"], "recipe.modle", "did you mean 'model'?"),
+    (
+        ["+recipe={name: x, quantized: {keys: [a], blok: 1}}"],
+        "recipe.quantized.blok",
+        "unknown key; it takes: keys, dtype, block; did you mean 'block'?",
+    ),
+    (["+recipe={name: x, parallel: {data: 0}}"], "recipe.parallel.data", "expected at least 1"),
+    (["+recipe={name: x, model: {a: a b}}"], "recipe.model.a", "'a b' is no formula"),
 ]
 
 
