@@ -104,12 +104,17 @@ def no_groups(content: Any) -> None:
     del content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
 
 
+def whole_momentum(content: Any) -> None:
+    states = content["optimizer_state_dict"]["base_optimizer_state"]["state"]
+    states[0]["exp_avg"] = torch.cat([states[0]["exp_avg"], torch.ones(3)])
+
+
 def state_named_fp32(content: Any) -> None:
     content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["fp32"] = torch.ones(1)
 
 
 @pytest.mark.parametrize(
-    "change", [wrong_stage, wrong_count, too_short, no_groups, state_named_fp32]
+    "change", [wrong_stage, wrong_count, too_short, no_groups, whole_momentum, state_named_fp32]
 )
 def test_states_that_contradict_themselves(tmp_path: Path, change: Any) -> None:
     write_zero(tmp_path, 2, 2, has_objects=False)

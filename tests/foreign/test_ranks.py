@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from dcp_pipeline.config.model import PipelineConfig
+from dcp_pipeline.tools.sources import open_on_ranks
 from tests.distributed.pool import Pool
 from tests.equal import bits
 from tests.foreign.deepspeed_files import write_universal, write_zero
@@ -79,3 +81,13 @@ def test_two_ranks_read_their_shards(ranks: Pool, tmp_path: Path, kind: str) -> 
         wanted = {"w": turned, "part": turned[1:5, :3], "step": 3}
         torch.save(wanted, tmp_path / "x.pt")
     assert ranks(2).run(load_shards, tmp_path, wanted) == [[], []]
+
+
+def open_together(path: Path) -> tuple[str, ...]:
+    coordinator = PipelineConfig().coordination.build().coordinator(None, False, 0)
+    return open_on_ranks(str(path), None, {}, coordinator)[1].names
+
+
+def test_sets_of_texts_do_not_make_ranks_disagree(ranks: Pool, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "tags": set("abcdefghijkl")}, tmp_path / "x.pt")
+    assert ranks(2).run(open_together, tmp_path) == [("w", "tags")] * 2

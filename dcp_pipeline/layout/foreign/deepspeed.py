@@ -45,6 +45,7 @@ OPTIM_STATES: Final = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt"
 )
 
+_MOST_FILLER: Final = 1 << 16
 _TAKEN: Final = (
     "module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "buffer_names",
@@ -102,12 +103,29 @@ class _Model:
                 raise FormatError(f"the files {list_some(optim_files, 3)} are not of one save")
             if [set(one) for one in rank.flat] != [set(one) for one in first.flat]:
                 raise FormatError(f"{list_some(optim_files, 3)} have different groups or states")
+        self._check_counts()
         if first.count != len(optim_files):
             raise MissingFileError(
                 f"{first.count} ranks have saved, {building.directory.location} has"
                 f" *_optim_states.pt of {len(optim_files)}",
                 building.directory.location,
             )
+
+    def _check_counts(self) -> None:
+        """States have to be laid flat as the weights are, but for what fills up the last part."""
+        first = self._ranks[0]
+        for number, rank in enumerate(self._ranks):
+            is_last = first.stage < 3 and number == len(self._ranks) - 1
+            for group, states in enumerate(rank.flat):
+                weights = states["fp32"].count
+                for state, part in states.items():
+                    filled = first.flat[group]["fp32"].count if number else weights + _MOST_FILLER
+                    fits = part.count == weights
+                    if not fits and not (is_last and weights < part.count <= filled):
+                        raise FormatError(
+                            f"the {state!r} of group {group} on rank {number} has {part.count}"
+                            f" elements, its weights {weights}: it is laid out in another way"
+                        )
 
     def add(self) -> None:
         """Put all there is into the manifest."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dcp_pipeline.core.errors import CheckpointNotFoundError, ConfigError, FormatError
+from dcp_pipeline.core.garbage import collector_paused
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.registry import model_of
 from dcp_pipeline.layout.foreign.dcp_inside import open_accelerate, open_megatron_dist
@@ -79,7 +80,8 @@ def open_source(
         raise ConfigError(f"checkpoints of kind {kind!r} have no options", "options")
     if kind in _LAYOUTS and place.file is None:
         return _by_layout(place, kind, options or {})
-    return _OPENERS[kind](place)
+    with collector_paused():
+        return _OPENERS[kind](place)
 
 
 def _by_layout(place: Place, kind: str, options: Mapping[str, Any]) -> Opened:
