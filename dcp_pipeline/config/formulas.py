@@ -11,11 +11,11 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, StrictInt, StrictStr
+from pydantic import PlainValidator
 
 from dcp_pipeline.core.registry import did_you_mean
 
-__all__ = ["Formula", "evaluate", "evaluate_all"]
+__all__ = ["Formula", "evaluate", "evaluate_all", "names_in"]
 
 _MOST_CHARACTERS = 200
 
@@ -27,12 +27,14 @@ _OPERATORS: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
 }
 
 
-def _readable(formula: int | str) -> int | str:
+def _readable(formula: object) -> int | str:
+    if isinstance(formula, bool) or not isinstance(formula, int | str):
+        raise ValueError("expected an integer, or a formula as text")
     _parsed(formula)
     return formula
 
 
-Formula = Annotated[StrictInt | StrictStr, AfterValidator(_readable)]
+Formula = Annotated[int | str, PlainValidator(_readable)]
 """An integer, or a formula that can be read."""
 
 
@@ -69,6 +71,15 @@ def evaluate_all(formulas: Mapping[str, int | str]) -> dict[str, int]:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return values
+
+
+def names_in(formula: int | str) -> set[str]:
+    """The names that a formula uses.
+
+    >>> sorted(names_in("(heads + 2 * kv_heads) * 4"))
+    ['heads', 'kv_heads']
+    """
+    return {node.id for node in ast.walk(_parsed(formula)) if isinstance(node, ast.Name)}
 
 
 def _parsed(formula: int | str) -> ast.expr:

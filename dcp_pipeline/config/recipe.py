@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from dcp_pipeline.config.explain import validate
 from dcp_pipeline.config.formulas import evaluate, evaluate_all
-from dcp_pipeline.config.recipe_info import RecipeInfo
+from dcp_pipeline.config.recipe_info import INTEGERS, RecipeInfo
 from dcp_pipeline.core.affine import Mapped, whole
 from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import ConfigError
@@ -26,11 +26,6 @@ __all__ = ["Recipe", "Tensors"]
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Names -> dtype and shape."""
-
-_INTEGERS: Final = frozenset(
-    {"axis", "count", "groups", "head_dim", "here", "parts", "shape", "size", "there"}
-)
-"""Fields of rules in which a formula may stand."""
 
 _QUANTIZED: Final = "_quantized"
 
@@ -231,7 +226,7 @@ class Recipe:
 
     def _rule(self, path: str, fields: Mapping[str, Any]) -> KindConfig:
         resolved = {
-            field: self._resolved(value, f"{path}.{field}") if field in _INTEGERS else value
+            field: self._resolved(value, f"{path}.{field}") if field in INTEGERS else value
             for field, value in fields.items()
         }
         try:

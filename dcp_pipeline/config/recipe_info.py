@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dcp_pipeline.config.formulas import Formula, evaluate_all
+from dcp_pipeline.config.formulas import Formula, evaluate_all, names_in
 from dcp_pipeline.core.kind import FrozenModel, Names
+from dcp_pipeline.core.registry import did_you_mean
 from dcp_pipeline.rules.fields import Dtype, KeyPattern
 from dcp_pipeline.rules.patterns import Pattern
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Parallel", "Quantization", "RecipeInfo", "Training"]
+__all__ = ["INTEGERS", "Parallel", "Quantization", "RecipeInfo", "Training"]
+
+INTEGERS: Final = frozenset(
+    {"axis", "count", "groups", "head_dim", "here", "parts", "shape", "size", "there"}
+)
+"""Fields of rules in which a formula may stand."""
 
 
 def _as_tuple(value: object) -> object:
@@ -139,3 +146,31 @@ class RecipeInfo(FrozenModel):
                         " counts says nothing"
                     )
         return self
+
+    @model_validator(mode="after")
+    def _says_nothing_in_vain(self) -> Self:
+        used = set[str]().union(*map(names_in, self._formulas()))
+        for name in self.model:
+            if name not in used:
+                known = tuple(other for other in self.model if other != name)
+                raise ValueError(f"model.{name}: no formula uses it{did_you_mean(name, known)}")
+        patterns = [pattern for of_side in self.tensors.values() for pattern in of_side]
+        quantized = () if self.quantized is None else self.quantized.keys
+        for glob in (*self.dtypes, *self.buffers, *quantized):
+            if not any(fnmatchcase(pattern, glob) for pattern in patterns):
+                raise ValueError(f"no pattern of tensors fits {glob!r}")
+        return self
+
+    def _formulas(self) -> Iterator[int | str]:
+        yield from self.model.values()
+        for bounds in self.counts.values():
+            yield from bounds
+        for patterns in self.tensors.values():
+            for shape in patterns.values():
+                yield from shape
+        for rules in self.maps.values():
+            for fields in rules.values():
+                for field in INTEGERS & fields.keys():
+                    value = fields[field]
+                    values = value if isinstance(value, list) else [value]
+                    yield from (one for one in values if isinstance(one, str))

@@ -142,8 +142,13 @@ def test_what_is_wrong_in_a_recipe_is_named(tmp_path: Path) -> None:
             recipe.rules("a_to_b")
         return str(caught.value)
 
-    assert "recipe: model" not in problem("  model: {layers: 2}\n")
-    assert "has no tensors of 'a'; it has: none" in problem("  model: {layers: 2}\n")
+    assert "has no tensors of 'a'; it has: none" in problem("")
+    assert "recipe: model.layers: no formula uses it" in problem("  model: {layers: 2}\n")
+    assert "recipe.model.a: found 1.5; expected an integer" in problem("  model: {a: 1.5}\n")
+    assert "recipe.model.a: found true; expected an integer" in problem("  model: {a: true}\n")
+    assert "no pattern of tensors fits 'v.*'" in problem(
+        "  tensors: {a: {w: [2]}}\n  dtypes: {v.*: float32}\n"
+    )
     assert "ffn: found the name 'hidden'; known: none" in problem("  model: {ffn: 4 * hidden}\n")
     tensors = "  tensors: {a: {'w.{i}': [x]}}\n"
     assert "'w.{i}' has the place {i}, of which counts says nothing" in problem(tensors)
