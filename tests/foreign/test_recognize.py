@@ -102,7 +102,7 @@ def test_in_memory() -> None:
     directory = storage.open("memory://foreign/run")
     buffer = io.BytesIO()
     torch.save(STATE, buffer)
-    directory.put("x.pt", buffer.getvalue())
+    directory.put_whole("x.pt", buffer.getvalue())
     for path in ("memory://foreign/run/x.pt", "memory://foreign/run"):
         assert recognize(path, storage) == "torch_save"
         assert open_source(path, storage=storage)[1].names == ("w", "b")

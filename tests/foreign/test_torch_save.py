@@ -83,6 +83,14 @@ def test_strides_views_and_ties(tmp_path: Path) -> None:
     assert (again.strided, again.inline) == (manifest.strided, manifest.inline)
 
 
+def test_attributes_of_tensors_are_left_out(tmp_path: Path) -> None:
+    tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(3))
+    tensor.tag = 1  # type: ignore[attr-defined]
+    parameter.is_parallel = True  # type: ignore[attr-defined]
+    torch.save({"tensor": tensor, "parameter": parameter}, tmp_path / "x.pt")
+    assert_equal(nested(tmp_path / "x.pt"), {"tensor": torch.ones(2), "parameter": torch.ones(3)})
+
+
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [

@@ -28,7 +28,8 @@ __all__ = ["SNAPSHOT_METADATA", "open_torchsnapshot"]
 
 SNAPSHOT_METADATA: Final = ".snapshot_metadata"
 
-_MOST_BYTES: Final = 64 << 20
+_MOST_BYTES: Final = 128 << 20
+_MOST_VALUES: Final = 1 << 22
 _SHARDED: Final = {"ShardedTensor": "shards", "DTensor": "shards", "ChunkedTensor": "chunks"}
 _CONTAINERS: Final = ("dict", "OrderedDict", "list")
 _LIMIT: Final = 1 << 62
@@ -48,7 +49,7 @@ def open_torchsnapshot(directory: Directory) -> Manifest:
     """
     data = directory.read(SNAPSHOT_METADATA, 0, _MOST_BYTES + 1)
     parse = parse_object if data.lstrip()[:1] == b"{" else parse_yaml_object
-    metadata = parse(data, SNAPSHOT_METADATA, most_bytes=_MOST_BYTES)
+    metadata = parse(data, SNAPSHOT_METADATA, most_bytes=_MOST_BYTES, most_values=_MOST_VALUES)
     world_size, entries = metadata.get("world_size"), metadata.get("manifest")
     if type(world_size) is not int or world_size < 1 or not isinstance(entries, dict):
         raise FormatError(f"{SNAPSHOT_METADATA} has no world_size and manifest")
