@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.distributed.checkpoint import FileSystemWriter as TorchFileSystemWriter
 
@@ -82,7 +82,7 @@ def save(
         ...     load_keys(path)
         {'weight': tensor([1., 1.])}
     """
-    if isinstance(storage_writer, FileSystemWriter) and planner is None and use_collectives:
+    if _is_pipeline(storage_writer) and planner is None and use_collectives:
         # Our own writer with our own planner is a pipeline.
         if checkpoint_id is None:
             checkpoint_id = storage_writer.path
@@ -143,7 +143,7 @@ def async_save(
         ...     load_keys(path)
         {'weight': tensor([1., 1.])}
     """
-    if isinstance(storage_writer, FileSystemWriter) and planner is None and use_collectives:
+    if _is_pipeline(storage_writer) and planner is None and use_collectives:
         if checkpoint_id is None:
             checkpoint_id = storage_writer.path
         config, storage_writer = storage_writer.config, None
@@ -266,6 +266,11 @@ def load_keys(
     return state
 
 
+def _is_pipeline(writer: StorageWriter | None) -> TypeGuard[FileSystemWriter]:
+    """Whether a writer, with our own planner, does what a pipeline of its config does."""
+    return isinstance(writer, FileSystemWriter) and writer.is_pipeline
+
+
 def save_state_dict(
     state_dict: dict[str, Any],
     storage_writer: StorageWriter,
@@ -275,7 +280,7 @@ def save_state_dict(
     planner: SavePlanner | None = None,
 ) -> Metadata:
     """The lower-level save of DCP, with the rank that coordinates."""
-    if isinstance(storage_writer, FileSystemWriter) and planner is None:
+    if _is_pipeline(storage_writer) and planner is None:
         with Pipeline(storage_writer.config) as pipeline:
             return pipeline.save(
                 state_dict,

@@ -22,6 +22,7 @@ from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.steps.save_agree import start_save
 from dcp_pipeline.pipelines.steps.save_write import write_items
+from dcp_pipeline.pipelines.values import Receipt
 from dcp_pipeline.storage.filesystem import local_path
 from dcp_pipeline.types.dcp import (
     Metadata,
@@ -37,11 +38,11 @@ from dcp_pipeline.types.dcp import (
 from dcp_pipeline.types.dtypes import dtype_name
 from dcp_pipeline.types.entries import Item
 
-__all__ = ["FileSystemWriter"]
+__all__ = ["FileSystemWriter", "SaveOf"]
 
 
 @dataclass(frozen=True)
-class _SaveOf:
+class SaveOf:
     """What the coordinator tells each rank's writer along with its plan."""
 
     save_id: str
@@ -58,9 +59,15 @@ class FileSystemWriter(StorageWriter):
         config: everything else, as plain data or a :class:`PipelineConfig`; the arguments above are
             put over it where they are given.
 
+    Attributes:
+        is_pipeline: whether a pipeline of its config writes the same, so that our own functions
+            need nothing else of it.
+
     Raises:
         ConfigError: a setting that is wrong.
     """
+
+    is_pipeline: bool = True
 
     def __init__(
         self,
@@ -105,12 +112,18 @@ class FileSystemWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: look at what is there and say that a save is under way."""
-        job = self._new_job(rank=self._rank or 0)
-        start_save(job)
-        self._job = job
+        self._job = job = self._new_job(rank=self._rank or 0)
+        try:
+            start_save(job)
+            return self._arranged(job, plans)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _arranged(self, job: SaveJob, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: the plans, with what each rank's writer has to know."""
         return [
-            replace(plan, storage_data=_SaveOf(job.save_id, rank))
-            for rank, plan in enumerate(plans)
+            replace(plan, storage_data=SaveOf(job.save_id, rank)) for rank, plan in enumerate(plans)
         ]
 
     def _new_job(self, rank: int) -> SaveJob:
@@ -119,13 +132,13 @@ class FileSystemWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items and their digests; all durable when the future is done."""
-        save: _SaveOf = plan.storage_data
+        save: SaveOf = plan.storage_data
         if self._job is None:
             self._job = self._new_job(save.rank)
         job = self._job
         job.save_id = save.save_id
         try:
-            receipt = write_items([self._item(item, planner) for item in plan.items], job)
+            receipt = self._write([self._item(item, planner) for item in plan.items], plan, job)
         except BaseException:
             self.abandon()
             raise
@@ -146,6 +159,10 @@ class FileSystemWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _write(self, items: list[Item], plan: SavePlan, job: SaveJob) -> Receipt:
+        """Write this rank's items, those of the plan."""
+        return write_items(items, job)
 
     def _item(self, item: WriteItem, planner: SavePlanner) -> Item:
         data = planner.resolve_data(item)
@@ -176,12 +193,15 @@ class FileSystemWriter(StorageWriter):
         assert self._job is not None
         job = self._job
         try:
-            commit_results(job, metadata, results)
+            self._commit(job, metadata, results)
         except BaseException:
             self.abandon()
             raise
         job.finish()
         self._job = None
+
+    def _commit(self, job: SaveJob, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        commit_results(job, metadata, results)
 
     def abandon(self) -> None:
         """Remove what was written for a save that did not come to its commit."""

@@ -31,7 +31,7 @@ from dcp_pipeline.formats.safetensors import TensorEntry, encode_header, storage
 from dcp_pipeline.layout.export import ExportLayout, PlannedFile, Publication, part_name
 from dcp_pipeline.storage.base import Directory
 
-__all__ = ["FINGERPRINTS", "INDEX", "SAVE_ID", "SINGLE", "HuggingFaceWriting"]
+__all__ = ["FINGERPRINTS", "INDEX", "SAVE_ID", "SINGLE", "HuggingFaceWriting", "check_holdable"]
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -109,7 +109,7 @@ class HuggingFaceWriting(ExportLayout):
         save_id: str,
         fingerprint: bool,
     ) -> list[PlannedFile]:
-        _check_holdable(keys, specs)
+        check_holdable(keys, specs)
         self.attachments()
         groups = self._groups(keys, specs)
         taken = _shards_of(directory)
@@ -230,7 +230,12 @@ def _nbytes(spec: KeySpec) -> int:
     return prod(spec.shape) * spec.item_size
 
 
-def _check_holdable(keys: Sequence[str], specs: Sequence[KeySpec]) -> None:
+def check_holdable(keys: Sequence[str], specs: Sequence[KeySpec]) -> None:
+    """Raise unless all keys are tensors of dtypes that safetensors has a name for.
+
+    Raises:
+        UnsupportedLeafError: naming those that are not.
+    """
     refused = []
     for key, spec in zip(keys, specs, strict=True):
         if spec.dtype is None:

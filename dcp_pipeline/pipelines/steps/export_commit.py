@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,23 +13,25 @@ from dcp_pipeline.core.errors import CheckpointError, CoordinationError, FormatE
 from dcp_pipeline.core.fingerprint import Fingerprint, make_fingerprint
 from dcp_pipeline.core.framing import unframe
 from dcp_pipeline.core.manifest import FileEntry, Manifest
-from dcp_pipeline.core.table import ChunkTable
+from dcp_pipeline.core.table import ChunkTable, KeySpec
 from dcp_pipeline.layout.export import ExportLayout, PlannedFile, Publication, part_name
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.planning.base import GlobalPlan
 from dcp_pipeline.storage.base import Directory
 
-__all__ = ["fill_headers", "is_published", "shared_manifest"]
+__all__ = ["exported", "fill_headers", "is_published", "shared_manifest"]
 
 
-def shared_manifest(messages: Sequence[bytes], job: SaveJob, versions: dict[str, str]) -> Manifest:
+def shared_manifest(
+    messages: Sequence[bytes], job: SaveJob, versions: Mapping[str, str]
+) -> Manifest:
     """What the files that the ranks have written together hold, if the receipts fit the plan.
 
     Raises:
         FormatError: a rank has not written what was planned for it.
     """
     assert job.plan is not None and job.plan.plan is not None
-    plan, layout = job.plan.plan, job.parts.layout
+    plan = job.plan.plan
     planned = np.bincount(plan.table.owner, minlength=len(messages))
     words: list[bytes] = []
     seconds: list[float] = []
@@ -40,24 +42,33 @@ def shared_manifest(messages: Sequence[bytes], job: SaveJob, versions: dict[str,
         if rest and len(rest[0]) != 8 * planned[rank]:
             raise FormatError(f"rank {rank} has not written the {planned[rank]} planned chunks")
     job.slowest_writer = max(zip(seconds, range(len(seconds)), strict=True))[::-1]
+    fingerprint = _fingerprint(plan, words) if words else None
+    manifest = exported(plan.names, plan.table.keys, job, versions)
+    return replace(manifest, fingerprint=fingerprint)
+
+
+def exported(
+    names: Sequence[str], specs: Sequence[KeySpec], job: SaveJob, versions: Mapping[str, str]
+) -> Manifest:
+    """What the files that were planned for all ranks hold."""
+    assert job.plan is not None
+    files = job.plan.files
     return Manifest(
         save_id=job.save_id,
         created=time.time(),
         world_size=job.coordinator.world_size,
         serialization=job.parts.serialization.kind,
-        layout=layout.kind,
-        names=plan.names,
-        table=_whole_tensors(plan, job.plan.files),
-        files=tuple(FileEntry(file.final, file.size) for file in job.plan.files),
+        layout=job.parts.layout.kind,
+        names=tuple(names),
+        table=_whole_tensors(specs, files),
+        files=tuple(FileEntry(file.final, file.size) for file in files),
         versions=versions,
         config=job.parts.recorded_config(),
         notes=job.notes,
-        fingerprint=_fingerprint(plan, words) if words else None,
     )
 
 
-def _whole_tensors(plan: GlobalPlan, files: Sequence[PlannedFile]) -> ChunkTable:
-    specs = plan.table.keys
+def _whole_tensors(specs: Sequence[KeySpec], files: Sequence[PlannedFile]) -> ChunkTable:
     rows = [
         (key, number, start)
         for number, file in enumerate(files)

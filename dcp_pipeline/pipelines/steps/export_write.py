@@ -23,7 +23,7 @@ from dcp_pipeline.storage.base import RangeWriter
 from dcp_pipeline.types.entries import Entries, Item
 from dcp_pipeline.types.memory import segments_of
 
-__all__ = ["runs_of", "write_ranges"]
+__all__ = ["runs_of", "write_placed", "write_ranges"]
 
 _STEP_BYTES = 8 << 20
 
@@ -31,9 +31,12 @@ _STEP_BYTES = 8 << 20
 def write_ranges(staged: Entries, share: Share, job: SaveJob) -> Receipt:
     """Write this rank's share where it was planned to lie; all durable when this returns."""
     assert share.places is not None
+    return write_placed(list(items_of(staged, share)), share.places, job)
+
+
+def write_placed(items: list[Item], places: Places, job: SaveJob) -> Receipt:
+    """Write items where they were planned to lie; all durable when this returns."""
     started = time.perf_counter()
-    items = list(items_of(staged, share))
-    places = share.places
     words = np.zeros(len(items), np.uint64)
     nothing = np.zeros(len(items), np.int64)
     resumption, whole = job.resumable(), [slice(0, len(items))]

@@ -41,18 +41,26 @@ def write(staged: Entries, share: Share, job: SaveJob) -> Receipt:
     return write_items(list(items_of(staged, share)), job, job.parts.config.fingerprint)
 
 
-def write_items(items: list[Item], job: SaveJob, has_fingerprint: bool = False) -> Receipt:
-    """Write items to this rank's data files, and the files' digests."""
+def write_items(
+    items: list[Item],
+    job: SaveJob,
+    has_fingerprint: bool = False,
+    parts: list[slice] | None = None,
+) -> Receipt:
+    """Write items to this rank's data files, and the files' digests.
+
+    Args:
+        parts: the items of each file; ``None`` for files of about one size.
+    """
     if not items:
         nothing = np.zeros(0, np.int64)
         words = np.zeros(0, np.uint64) if has_fingerprint else None
         return Receipt((), None, nothing, nothing, nothing, nothing, 0, fingerprint=words)
     started = time.perf_counter()
     sizes = [_nbytes(item) for item in items]
-    if job.resumable() is None:
-        parts = split_evenly(sizes, job.parts.storage.thread_count)
-    else:
-        parts = batches(sizes, job.parts.storage.thread_count)
+    if parts is None:
+        cut = split_evenly if job.resumable() is None else batches
+        parts = cut(sizes, job.parts.storage.thread_count)
     files = _write_files(job, [items[part] for part in parts], has_fingerprint)
     entries = tuple(FileEntry(file.sums.name, file.image.size) for file in files)
     sums = _write_sums(job, [file.sums for file in files]) if job.parts.layout.checksum else None

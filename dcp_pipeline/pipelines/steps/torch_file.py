@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
-
-import numpy as np
 
 from dcp_pipeline.core.crc64 import finished, raw_crc64
 from dcp_pipeline.core.errors import UnsupportedLeafError, list_some
 from dcp_pipeline.core.fingerprint import make_fingerprint
 from dcp_pipeline.core.framing import frame, unframe
-from dcp_pipeline.core.manifest import FileEntry, Manifest
+from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import assign_names
-from dcp_pipeline.core.table import ChunkTable, KeySpec
 from dcp_pipeline.formats.torch_archive import ArchivedTensor, TorchArchive
 from dcp_pipeline.formats.torch_values import loads_weights_only
 from dcp_pipeline.formats.value_digest import value_digest
-from dcp_pipeline.layout.export import part_name
+from dcp_pipeline.layout.export import PlannedFile, part_name
 from dcp_pipeline.layout.torch_file import TorchFileLayout
 from dcp_pipeline.pipelines.job import SaveJob
+from dcp_pipeline.pipelines.steps.export_commit import exported
 from dcp_pipeline.pipelines.steps.save_agree import same_everywhere, start_save
 from dcp_pipeline.pipelines.steps.save_commit import publish_export, versions
 from dcp_pipeline.types.dtypes import DTYPES
@@ -70,20 +67,12 @@ def write_torch_file(staged: Entries, job: SaveJob) -> Manifest | None:
         for held in state.values()
     ]
     specs = [entry.spec for entry in staged]
-    return Manifest(
-        save_id=job.save_id,
-        created=time.time(),
-        world_size=job.coordinator.world_size,
-        serialization=job.parts.serialization.kind,
-        layout=layout.kind,
-        names=tuple(names),
-        table=_table(specs, sources, archive.starts),
-        files=(FileEntry(layout.name, archive.size),),
-        versions=versions(),
-        config=job.parts.recorded_config(),
-        notes=job.notes,
-        fingerprint=make_fingerprint(names, specs, numbers),
-    )
+    file = PlannedFile(part, layout.name, archive.size, tuple(sources), tuple(archive.starts))
+    assert job.plan is not None
+    job.plan = replace(job.plan, files=(file,))
+    # Values are in the pickle, and have no place of their own.
+    manifest = exported(names, specs, job, versions())
+    return replace(manifest, fingerprint=make_fingerprint(names, specs, numbers))
 
 
 def commit_torch_file(
@@ -138,22 +127,3 @@ def _state(
             f" {list_some(refused)}; leave them out (drop)"
         )
     return state, sources
-
-
-def _table(specs: Sequence[KeySpec], sources: Sequence[int], starts: Sequence[int]) -> ChunkTable:
-    """Where the tensors lie; values are in the pickle, and have no place of their own."""
-    rows = [
-        (key, start)
-        for key, start in zip(sources, starts, strict=True)
-        if 0 not in specs[key].shape
-    ]
-    keys = [key for key, _ in rows]
-    shapes = [specs[key].shape for key in keys]
-    table = ChunkTable.build(specs, keys, [(0,) * len(shape) for shape in shapes], shapes)
-    return replace(
-        table,
-        file=np.zeros(len(rows), np.int64),
-        offset=np.asarray([start for _, start in rows], np.int64),
-        length=table.nbytes,
-        payload=np.zeros(len(rows), np.int64),
-    ).sort()
