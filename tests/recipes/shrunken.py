@@ -38,8 +38,9 @@ def overrides(name: str) -> list[str]:
 
 @cache
 def small(name: str) -> Recipe:
-    """The recipe of the small model."""
-    return load_recipe(name, overrides(name))
+    """The recipe of the small model, as `overrides` make it."""
+    info = full(name).info
+    return Recipe(info.model_copy(update={"model": info.model | SHRUNKEN[name]}))
 
 
 @cache

@@ -9,13 +9,27 @@ import pytest
 import torch
 
 import dcp_pipeline as dcp
-from dcp_pipeline.config.compose import compose
+from dcp_pipeline.config.compose import compose, load_recipe
 from dcp_pipeline.config.recipe import Recipe, Tensors
 from dcp_pipeline.core.errors import ConfigError
 from dcp_pipeline.core.kind import KindConfig
 from tests.recipes.shrunken import SHRUNKEN, full, overrides, small
 
-MAPS = [(name, map_) for name in SHRUNKEN for map_ in full(name).maps]
+_LLAMA_3 = ["torchtitan", "megatron", "megatron_dist"]
+SIDES = {
+    "bert": ["torch"],
+    "deepseek_v3": ["torchtitan"],
+    "gemma2_9b": ["torchtitan", "gemma"],
+    "gpt2": ["nanogpt"],
+    "llama3_70b": _LLAMA_3,
+    "llama3_8b": _LLAMA_3,
+    "llama4_scout": ["torchtitan"],
+    "mixtral_8x7b": ["torchtitan", "megatron"],
+    "qwen3_30b_a3b": ["torchtitan"],
+    "qwen3_8b": ["torchtitan"],
+    "tiny_decoder": ["demo"],
+}
+MAPS = [(name, f"{side}_to_huggingface") for name, sides in SIDES.items() for side in sides]
 TIED = {"gemma2_9b": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}
 
 
@@ -54,6 +68,12 @@ def assert_equal(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_the_maps() -> None:
+    assert [(name, map_) for name in SHRUNKEN for map_ in full(name).maps] == MAPS
+    with_overrides = load_recipe("deepseek_v3", overrides("deepseek_v3"))
+    assert with_overrides.info == small("deepseek_v3").info
 
 
 @pytest.mark.parametrize(("name", "map_"), MAPS)
