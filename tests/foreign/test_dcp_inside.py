@@ -95,6 +95,14 @@ def test_accelerate_with_other_keys_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_accelerate_with_a_checkpoint_of_ours_is_refused(tmp_path: Path) -> None:
+    save({"model": {"w": torch.zeros(3)}}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0")
+    with pytest.raises(
+        FormatError, match="pytorch_model_fsdp_0 holds a checkpoint of this package"
+    ):
+        opened(tmp_path)
+
+
 def megatron_dist(path: Path, backend: str = "torch_dist") -> dict[str, Any]:
     tensors = {"decoder.layers.weight": torch.arange(12.0).view(2, 2, 3)}
     plain(path, dict(tensors))

@@ -1,5 +1,7 @@
 """DeepSpeed's checkpoints: see ``deepspeed_files`` for how they are made."""
 
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from dcp_pipeline.core.errors import (
 )
 from dcp_pipeline.layout.foreign import recognize
 from dcp_pipeline.layout.foreign.building import boxes_of_run
+from dcp_pipeline.pipelines.steps import data_files
 from tests.equal import assert_same
 from tests.foreign.deepspeed_files import write_universal, write_zero
 from tests.foreign.loading import assert_equal, load_foreign, nested, opened
@@ -66,6 +69,18 @@ def test_universal(tmp_path: Path) -> None:
     template = {"model": {name: torch.empty_like(one) for name, one in wanted["model"].items()}}
     load_foreign(template, tmp_path)
     assert_same(template["model"], wanted["model"])
+
+
+def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "_MOST_OPEN", 3)
+    wanted = write_universal(tmp_path)
+    most, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 12, limit))
+    try:
+        assert_equal(nested(tmp_path), wanted)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit))
 
 
 def changed(path: Path, change: Any) -> None:

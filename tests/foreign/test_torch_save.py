@@ -83,6 +83,12 @@ def test_strides_views_and_ties(tmp_path: Path) -> None:
     assert (again.strided, again.inline) == (manifest.strided, manifest.inline)
 
 
+def test_the_state_dict_of_a_module(tmp_path: Path) -> None:
+    state = torch.nn.BatchNorm1d(3).state_dict()  # an OrderedDict with an attribute
+    torch.save(state, tmp_path / "x.pt")
+    assert_equal(nested(tmp_path / "x.pt"), dict(state))
+
+
 def test_attributes_of_tensors_are_left_out(tmp_path: Path) -> None:
     tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(3))
     tensor.tag = 1  # type: ignore[attr-defined]

@@ -162,6 +162,10 @@ class Building:
             prefix: put before each path, instead of its first ``skip`` components.
             folder: that its files lie in.
         """
+        if not part.is_foreign:
+            raise FormatError(
+                f"{folder or 'it'} holds a checkpoint of this package, expected one of plain DCP"
+            )
         first = len(self._specs)
         place = f"{folder}/" if folder else ""
         files = [self.file(place + entry.name, entry.size) for entry in part.files]

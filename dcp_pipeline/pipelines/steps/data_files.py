@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,6 +17,7 @@ from dcp_pipeline.storage.reading import Read, read_ranges
 __all__ = ["DataFiles"]
 
 _TASK_BYTES = 32 << 20
+_MOST_OPEN = 128
 
 
 class DataFiles:
@@ -42,6 +44,7 @@ class DataFiles:
         self._check = check
         self.is_verified = True
         self._sources: dict[int, Source] = {}
+        self._users: dict[int, int] = {}
         self._sums: dict[str, dict[str, BlockSums]] = {}
         self._sums_entries = {entry.name: entry for entry in manifest.sums}
         self._lock = threading.Lock()
@@ -54,11 +57,28 @@ class DataFiles:
             source.close()
 
     def source(self, file: int) -> Source:
-        """A data file, by its number in the manifest."""
+        """A data file, by its number in the manifest; it stays open."""
         with self._lock:
-            if file not in self._sources:
-                self._sources[file] = self._directory.open(self._manifest.files[file].name)
-            return self._sources[file]
+            return self._taken(file)
+
+    def _taken(self, file: int) -> Source:
+        if file not in self._sources:
+            self._sources[file] = self._directory.open(self._manifest.files[file].name)
+        self._users[file] = self._users.get(file, 0) + 1
+        return self._sources[file]
+
+    @contextlib.contextmanager
+    def _used(self, file: int) -> Iterator[Source]:
+        """A data file, which is closed some time after: there may be more than may be open."""
+        with self._lock:
+            source = self._taken(file)
+        try:
+            yield source
+        finally:
+            with self._lock:
+                self._users[file] -= 1
+                if len(self._sources) > _MOST_OPEN and not self._users[file]:
+                    self._sources.pop(file).close()
 
     def sums(self, file: int) -> BlockSums | None:
         """The digests of a data file; ``None`` for a checkpoint without digests."""
@@ -111,7 +131,8 @@ class DataFiles:
                 sums = self.sums(file)
                 if sums is None and not all(read.has_checksum for read in part):
                     self.is_verified = False
-                return read_ranges(self.source(file), sums, part, check)
+                with self._used(file) as source:
+                    return read_ranges(source, sums, part, check)
             except BaseException:
                 stop.set()
                 raise
