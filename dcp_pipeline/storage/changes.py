@@ -11,7 +11,8 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 __all__ = ["FileChanges", "Opened", "close_noted", "open_noted"]
 
@@ -40,9 +41,9 @@ def open_noted(opened: list[int], path: str, flags: int, mode: int = 0o777) -> N
     opened.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,)))
 
 
-def close_noted(opened: list[int]) -> None:
+def close_noted(opened: list[int], close: Callable[[int], Any] = os.close) -> None:
     """Close what is noted, which is then not noted any more."""
-    any(map(os.close, map(opened.pop, (-1,) * len(opened))))
+    any(map(close, map(opened.pop, (-1,) * len(opened))))
 
 
 class FileChanges:
@@ -76,20 +77,20 @@ class FileChanges:
         opened: list[int] = []
         try:
             open_noted(opened, path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags, 0o644)
+            return opened[0]
         except BaseException:
             close_noted(opened)
             raise
-        return opened[0]
 
     def open_shared(self, path: str, flags: int = 0) -> int:
         """A file descriptor of a file that several processes write, made where it is not there."""
         opened: list[int] = []
         try:
             open_noted(opened, path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | flags, 0o644)
+            return opened[0]
         except BaseException:
             close_noted(opened)
             raise
-        return opened[0]
 
     def reserve(self, descriptor: int, size: int) -> bool:
         """Reserve room for ``size`` bytes; whether the file system can do so at all."""
@@ -125,9 +126,11 @@ class FileChanges:
         """Make a file's bytes durable."""
         os.fsync(descriptor)
 
-    def close(self, descriptor: int) -> None:
-        """Close a file; on network file systems this reports write errors."""
-        os.close(descriptor)
+    close = staticmethod(os.close)
+    """Close a file; on network file systems this reports write errors.
+
+    No function of Python's own: an interrupt comes before it or behind it.
+    """
 
     def replace(self, source: str, target: str) -> None:
         """Give ``source`` the name ``target`` in one atomic step."""

@@ -184,17 +184,16 @@ class FileSystemDirectory(Directory):
         self._replace(name, data)
 
     def _write_small(self, path: str, data: bytes) -> None:
-        descriptor = -1
+        opened: list[int] = []
         try:
-            descriptor = self._changes.create(path)
-            self._changes.write(descriptor, [memoryview(data)], 0)
+            opened.append(self._changes.create(path))
+            self._changes.write(opened[0], [memoryview(data)], 0)
             if self._storage.sync_files:
-                self._changes.sync(descriptor)
+                self._changes.sync(opened[0])
+            close_noted(opened, self._changes.close)
         except BaseException:
-            if descriptor >= 0:
-                os.close(descriptor)
+            close_noted(opened)
             raise
-        self._changes.close(descriptor)
 
     def sync(self) -> None:
         if self._storage.sync_files:

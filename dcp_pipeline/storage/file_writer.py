@@ -15,7 +15,7 @@ import queue
 import numpy as np
 
 from dcp_pipeline.storage.base import Observer, Segments
-from dcp_pipeline.storage.changes import FileChanges
+from dcp_pipeline.storage.changes import FileChanges, close_noted
 
 __all__ = ["ALIGNMENT", "DIRECT", "BufferPool", "stream_to_file"]
 
@@ -61,9 +61,10 @@ def stream_to_file(
     sync: bool,
 ) -> None:
     """Write a new file of ``size`` bytes; see :meth:`Directory.write`."""
-    descriptor = -1
+    opened: list[int] = []
     try:
-        descriptor = _create(changes, path, direct and size >= ALIGNMENT)
+        opened.append(_create(changes, path, direct and size >= ALIGNMENT))
+        descriptor = opened[0]
         if reserve and not changes.reserve(descriptor, size):
             _check_room(path, size)
         written = _stream(changes, descriptor, segments, observe, buffer)
@@ -73,11 +74,10 @@ def stream_to_file(
             changes.truncate(descriptor, size)
         if sync:
             changes.sync(descriptor)
+        close_noted(opened, changes.close)
     except BaseException:
-        if descriptor >= 0:
-            os.close(descriptor)
+        close_noted(opened)
         raise
-    changes.close(descriptor)
 
 
 def _create(changes: FileChanges, path: str, direct: bool) -> int:
