@@ -23,6 +23,7 @@ from dcp_pipeline.cli.options import AsJson, Overrides, Recipe
 from dcp_pipeline.cli.tables import cell, show, size, table
 from dcp_pipeline.config.compose import compose
 from dcp_pipeline.core.errors import ConfigError, list_some
+from dcp_pipeline.tools.launched import launched_ranks
 
 if TYPE_CHECKING:
     from dcp_pipeline.tools.convert import Conversion
@@ -86,7 +87,10 @@ def command(
     """
     config = compose(overrides or (), recipe).config
     shares = _numbers(weights)
-    with _ranks() as rank, _progress(rank == 0 and not as_json and sys.stderr.isatty()) as progress:
+    with (
+        launched_ranks() as rank,
+        _progress(rank == 0 and not as_json and sys.stderr.isatty()) as progress,
+    ):
         from dcp_pipeline.tools.convert import convert
 
         done = convert(
@@ -123,23 +127,6 @@ def _numbers(text: str | None) -> list[float] | None:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"--weights takes numbers: 0.5,0.25,0.25; found {text!r}") from None
-
-
-@contextlib.contextmanager
-def _ranks() -> Iterator[int]:
-    """This process's rank; under torchrun the ranks find one another first."""
-    import os
-
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield 0
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import typer
 
 from dcp_pipeline.cli import (
     config,
+    convert,
     diff,
     estimate,
     graph,
@@ -50,6 +51,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify.command,
     "diff": diff.command,
     "prune": prune.command,
+    "convert": convert.command,
 }
 
 app = typer.Typer(
