@@ -1,4 +1,4 @@
-"""The file names of layout ``dcp``, torch-free."""
+"""The file names of layout ``dcp``, and what any save leaves before its commit; torch-free."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _OURS = re.compile(
     r"__\d+_\d+\.([0-9a-f]{8})\.(?:distcp|safetensors|mega)"
     r"|__\d+\.([0-9a-f]{8})\.sums"
     r"|\.saving-([0-9a-f]{8})[0-9a-f]{24}\.json(?:\.[0-9a-f]{8}\.tmp)?"
+    r"|\..+\.([0-9a-f]{8})\.part"
 )
 _PLAIN_DCP = re.compile(r"__\d+_\d+\.distcp")
 _RANK_METADATA = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")

@@ -16,7 +16,14 @@ from dcp_pipeline.core.errors import MissingFileError
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.layout import names
 from dcp_pipeline.storage.base import Directory
-from dcp_pipeline.tools.opening import OVERWRITTEN, Found, look, open_directory, read_manifest
+from dcp_pipeline.tools.opening import (
+    OVERWRITTEN,
+    Found,
+    is_ours,
+    look,
+    open_directory,
+    read_manifest,
+)
 
 __all__ = ["FileInfo", "Inspection", "KeyInfo", "Summary", "files_of", "inspect"]
 
@@ -170,17 +177,17 @@ def inspect(path: str | os.PathLike[str], keys: str = "*") -> Inspection:
 def _summary(
     directory: Directory, found: Found, manifest: Manifest, keys: list[KeyInfo]
 ) -> Summary:
-    is_ours = not manifest.is_foreign
+    ours = is_ours(manifest)
     return Summary(
         path=directory.location,
-        kind="dcp_pipeline" if is_ours else "MEGA" if manifest.layout == "mega" else "plain DCP",
+        kind=_kind(manifest),
         save_id=manifest.save_id or None,
-        created=manifest.created if is_ours else None,
-        world_size=manifest.world_size if is_ours else None,
+        created=manifest.created if ours else None,
+        world_size=manifest.world_size if ours else None,
         versions=dict(manifest.versions),
         serialization=manifest.serialization,
         checksum=manifest.checksum,
-        block_bytes=manifest.block_bytes if is_ours else None,
+        block_bytes=manifest.block_bytes if ours else None,
         keys=len(keys),
         chunks=len(manifest.table),
         files=len(manifest.files),
@@ -259,3 +266,9 @@ def _size(directory: Directory, name: str) -> int | None:
         return directory.size(name)
     except MissingFileError:
         return None
+
+
+def _kind(manifest: Manifest) -> str:
+    """Whose files they are."""
+    others = {"mega": "MEGA", "huggingface": "Hugging Face"}
+    return others.get(manifest.layout) or ("plain DCP" if manifest.is_foreign else "dcp_pipeline")

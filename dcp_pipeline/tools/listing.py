@@ -13,7 +13,7 @@ from dcp_pipeline.manager.steps import PINNED, step_of
 from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.storage.filesystem import FileSystemStorage
 from dcp_pipeline.tools.inspect import FileInfo, files_of
-from dcp_pipeline.tools.opening import Found, State, look, open_directory, state_of
+from dcp_pipeline.tools.opening import Found, State, is_ours, look, open_directory, state_of
 
 __all__ = ["CheckpointInfo", "Listing", "list_directory"]
 
@@ -120,15 +120,15 @@ def _describe(directory: Directory, found: Found, name: str) -> CheckpointInfo:
             problem = _wrong_sizes(directory, found, manifest)
             state = State.DAMAGED if problem else state
     sizes, newest = _sizes(directory, found)
-    is_ours = manifest is not None and not manifest.is_foreign
-    since = manifest.created if manifest is not None and is_ours else newest
+    own = manifest if manifest is not None and is_ours(manifest) else None
+    since = newest if own is None else own.created
     return CheckpointInfo(
         name=name,
         path=directory.location,
         state=state,
         is_being_saved=found.is_being_saved,
         step=step_of(os.path.basename(directory.location)),
-        save_id=manifest.save_id if manifest is not None and is_ours else None,
+        save_id=None if own is None else own.save_id,
         age_seconds=max(0.0, time.time() - since),
         nbytes=sizes,
         keys=None if manifest is None else len(manifest.names),

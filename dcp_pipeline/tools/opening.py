@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,11 +31,16 @@ __all__ = [
     "OVERWRITTEN",
     "Found",
     "State",
+    "is_ours",
     "look",
     "open_directory",
     "read_manifest",
     "state_of",
 ]
+
+_HUGGING_FACE = re.compile(
+    r"[^.].*\.safetensors(?:\.index\.json)?|(?:pytorch|adapter)_model\.bin(?:\.index\.json)?"
+)
 
 OVERWRITTEN = (
     "plain DCP has saved over the checkpoint of manifest.json: what is shown is DCP's. A load"
@@ -48,7 +54,8 @@ class State(StrEnum):
     COMMITTED = "committed"
     """A save of ours was committed."""
     FOREIGN = "foreign"
-    """A checkpoint of plain DCP, or one that plain DCP has written over ours; MEGA files."""
+    """A checkpoint of plain DCP, or one that plain DCP has written over ours; MEGA files; a
+    Hugging Face model."""
     IN_PROGRESS = "in progress"
     """Nothing was committed yet, and a save is under way."""
     INCOMPLETE = "incomplete"
@@ -88,12 +95,20 @@ class Found:
         return any(name.endswith(".mega") and not names.is_data(name) for name in self.names)
 
     @property
+    def is_huggingface(self) -> bool:
+        """Whether there are the files of a Hugging Face model, and no commit record of others."""
+        if self.has_manifest or self.has_metadata or self.is_mega:
+            return False
+        return any(_HUGGING_FACE.fullmatch(n) and not names.is_data(n) for n in self.names)
+
+    @property
     def is_checkpoint(self) -> bool:
         """Whether a checkpoint was ever begun here."""
         return (
             self.has_manifest
             or self.has_metadata
             or self.is_mega
+            or self.is_huggingface
             or self.is_being_saved
             or any(map(names.is_data, self.names))
         )
@@ -134,7 +149,7 @@ def look(directory: Directory, stale_after: float = 600.0) -> Found:
 
 
 def read_manifest(directory: Directory, found: Found) -> Manifest:
-    """What a checkpoint holds, ours, plain DCP's or of MEGA files; the newer of the first two.
+    """What a checkpoint holds, ours, plain DCP's or of others' files; the newer of the first two.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -150,7 +165,27 @@ def read_manifest(directory: Directory, found: Found) -> Manifest:
     if found.is_mega:
         with _named(directory):
             return mega_manifest(directory)
+    if found.is_huggingface:
+        return huggingface_manifest(directory)
     raise _nothing(directory, found)
+
+
+def huggingface_manifest(directory: Directory) -> Manifest:
+    """What the files of a Hugging Face model hold."""
+    from dcp_pipeline.layout.huggingface_reading import manifest_of, read_repository
+
+    with _named(directory):
+        return manifest_of(read_repository(linked(directory)), directory.location)
+
+
+def linked(directory: Directory) -> Directory:
+    """The same directory, whose files may be links that lead out of it: a cache is made of them."""
+    return FileSystemStorage().open(directory.location, follow_links=True)
+
+
+def is_ours(manifest: Manifest) -> bool:
+    """Whether a save of this package has written it, in files of its own."""
+    return not manifest.is_foreign and manifest.layout not in ("huggingface", "mega")
 
 
 def state_of(directory: Directory, found: Found) -> tuple[State, Manifest | None, str]:
@@ -163,7 +198,7 @@ def state_of(directory: Directory, found: Found) -> tuple[State, Manifest | None
         raise
     except CheckpointError as error:
         return State.DAMAGED, None, str(error)
-    if not manifest.is_foreign:
+    if is_ours(manifest):
         return State.COMMITTED, manifest, ""
     return State.FOREIGN, manifest, OVERWRITTEN if found.has_manifest else ""
 

@@ -171,11 +171,12 @@ class _Pruner:
                 why = f"it cannot be told what the checkpoint needs: {error}"
                 self.kept.append(Leftover(directory.location, 0, why))
             return
-        is_committed = before.has_manifest or before.has_metadata
+        is_ours = before.has_manifest or before.has_metadata
+        is_committed = is_ours or before.is_mega or before.is_huggingface
         old = [name for name in dead if not _is_new_text(directory, name)]
         gone = {name for name in old if self._remove(directory, name, _DEAD)}
         gone |= self._helpers(directory)
-        if is_committed:
+        if is_ours:
             self._say_what_is_replaced(directory)
         is_step = step_of(os.path.basename(directory.location)) is not None
         if is_step and not is_committed and not before.is_being_saved:

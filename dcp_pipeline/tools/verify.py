@@ -22,9 +22,9 @@ from dcp_pipeline.storage.filesystem import FileSystemStorage
 from dcp_pipeline.tools.opening import look, open_directory, read_manifest
 from dcp_pipeline.tools.verify_blocks import check_blocks, check_sums
 from dcp_pipeline.tools.verify_items import check_items
-from dcp_pipeline.tools.verify_mega import verify_mega
 from dcp_pipeline.tools.verify_plain import check_metadata, verify_plain
 from dcp_pipeline.tools.verify_report import Findings, KeyIndex, Problem, Progress, VerifyReport
+from dcp_pipeline.tools.verify_repositories import verify_huggingface, verify_mega
 from dcp_pipeline.tools.verify_values import ValueCheck
 
 __all__ = ["Problem", "VerifyReport", "verify", "verify_all"]
@@ -131,6 +131,9 @@ def _verify_once(directory: Directory, threads: int, findings: Findings) -> Veri
     if found.is_mega:
         manifest = verify_mega(directory, findings, threads)
         return findings.report(directory.location, "MEGA", manifest)
+    if found.is_huggingface:
+        manifest = verify_huggingface(directory, findings, threads)
+        return findings.report(directory.location, "Hugging Face", manifest)
     if not found.has_manifest and not found.has_metadata:
         read_manifest(directory, found)  # which says what is there instead
     if not found.has_manifest:

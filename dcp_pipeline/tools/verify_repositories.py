@@ -1,12 +1,12 @@
-"""A repository of MEGA files, as far as it can be verified: by the format's own checksums, and by
-the fingerprints that a save of this package has noted. No torch is needed.
+"""Repositories of MEGA files and of Hugging Face models, as far as they can be verified: by the
+format's own checksums, and by the fingerprints that a save of this package has noted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -22,10 +22,11 @@ from dcp_pipeline.formats.spans import check_stored, decode_span
 from dcp_pipeline.formats.value_digest import value_digest
 from dcp_pipeline.layout.mega_reading import mega_manifest
 from dcp_pipeline.storage.base import Directory, Source, file_reader
+from dcp_pipeline.tools.opening import huggingface_manifest, linked
 from dcp_pipeline.tools.verify_blocks import in_threads
 from dcp_pipeline.tools.verify_report import Findings, KeyIndex
 
-__all__ = ["verify_mega"]
+__all__ = ["verify_huggingface", "verify_mega"]
 
 _STEP_BYTES = 4 << 20
 _SHA256, _CRC32 = "mega.hash.payload.sha256", "mega.hash.payload.crc32"
@@ -38,30 +39,53 @@ def verify_mega(directory: Directory, findings: Findings, threads: int) -> Manif
     except CheckpointError as error:
         findings.add("", error)
         return None
-    check = _Check(directory, manifest, findings)
-    findings.total_bytes = sum(entry.size for entry in manifest.files)
-    tasks = [(number,) for number in range(len(manifest.files))]
-    in_threads(threads, "verify", check.file, tasks)
-    check.compare()
-    if check.unchecked:
-        findings.cannot_verify(
-            f"the bytes of {check.unchecked} tensors, of which there is neither a checksum nor a"
-            " fingerprint"
-        )
+    check = _Check(directory, manifest, findings, _mega_payload)
+    check.run(threads)
     for name in manifest.notes.get("mega", {}).get("signatures_not_verified", ()):
         findings.cannot_verify(f"the signature of {name}")
     findings.cannot_verify("headers and the index: the format keeps no digest of them")
     return manifest
 
 
+def verify_huggingface(directory: Directory, findings: Findings, threads: int) -> Manifest | None:
+    """As :func:`verify_mega`, for safetensors; of a ``.bin`` the directory of its zip alone."""
+    try:
+        manifest = huggingface_manifest(directory)
+    except CheckpointError as error:
+        findings.add("", error)
+        return None
+    _Check(linked(directory), manifest, findings, lambda source, findings: None).run(threads)
+    findings.cannot_verify("headers and the index: the format keeps no digest of them")
+    return manifest
+
+
 class _Check:
-    def __init__(self, directory: Directory, manifest: Manifest, findings: Findings) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        manifest: Manifest,
+        findings: Findings,
+        payload: Callable[[Source, Findings], None],
+    ) -> None:
         self._directory, self._manifest, self._findings = directory, manifest, findings
+        self._check_payload = payload
         self._index = KeyIndex(manifest)
         self._words = np.zeros(len(manifest.table), np.uint64)
         self._bad: set[int] = set()
         self._lock = threading.Lock()
         self.unchecked = 0
+
+    def run(self, threads: int) -> None:
+        """Everything, by several threads."""
+        files = self._manifest.files
+        self._findings.total_bytes = sum(entry.size for entry in files)
+        in_threads(threads, "verify", self.file, [(number,) for number in range(len(files))])
+        self.compare()
+        if self.unchecked:
+            self._findings.cannot_verify(
+                f"the bytes of {self.unchecked} tensors, of which there is neither a checksum nor a"
+                " fingerprint"
+            )
 
     def file(self, number: int) -> None:
         """Everything in one file."""
@@ -70,7 +94,7 @@ class _Check:
             with self._directory.open(entry.name) as source:
                 for row in self._index.rows(number):
                     self._row(number, row, source)
-                self._payload(source)
+                self._check_payload(source, self._findings)
         except CheckpointError as error:
             self._findings.add(entry.name, error)
         self._findings.count_file()
@@ -125,27 +149,6 @@ class _Check:
                 check_stored(span, view, name)
                 yield span.begin, decode_span(span, view, name)
 
-    def _payload(self, source: Source) -> None:
-        """Compare a digest of all payloads, which signed files have."""
-        file = parse_mega(file_reader(source), source.size)
-        wanted = {
-            key: file.metadata[key].value for key in (_SHA256, _CRC32) if key in file.metadata
-        }
-        if not wanted:
-            return
-        sha, crc = hashlib.sha256(), 0
-        for at in range(file.data_start, file.data_end, _STEP_BYTES):
-            data = file_reader(source)(at, min(_STEP_BYTES, file.data_end - at))
-            sha.update(data)
-            crc = crc32(data, crc)
-        found = {_SHA256: (sha.hexdigest(),), _CRC32: (crc, f"{crc:08x}", str(crc))}
-        for key, value in wanted.items():
-            given = value.lower() if isinstance(value, str) else value
-            if given not in found[key]:
-                self._findings.add(
-                    source.name, f"its payload has {found[key][-1]}", f"{key} {value}"
-                )
-
     def compare(self) -> None:
         """Compare all keys with the fingerprints that were noted, if any were."""
         manifest = self._manifest
@@ -166,3 +169,21 @@ class _Check:
                     f"{wanted}, as was noted when they were",
                     (name,),
                 )
+
+
+def _mega_payload(source: Source, findings: Findings) -> None:
+    """Compare a digest of all payloads, which signed files have."""
+    file = parse_mega(file_reader(source), source.size)
+    wanted = {key: file.metadata[key].value for key in (_SHA256, _CRC32) if key in file.metadata}
+    if not wanted:
+        return
+    sha, crc = hashlib.sha256(), 0
+    for at in range(file.data_start, file.data_end, _STEP_BYTES):
+        data = file_reader(source)(at, min(_STEP_BYTES, file.data_end - at))
+        sha.update(data)
+        crc = crc32(data, crc)
+    found = {_SHA256: (sha.hexdigest(),), _CRC32: (crc, f"{crc:08x}", str(crc))}
+    for key, value in wanted.items():
+        given = value.lower() if isinstance(value, str) else value
+        if given not in found[key]:
+            findings.add(source.name, f"its payload has {found[key][-1]}", f"{key} {value}")
