@@ -116,16 +116,16 @@ def _half(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 def _on_descriptor(method: str) -> Any:
     def change(self: FaultyChanges, descriptor: int, *args: Any) -> Any:
-        real = getattr(FileChanges, method)
-        return self._change(method, self._names[descriptor], real, self, descriptor, *args)
+        real = getattr(super(FaultyChanges, self), method)
+        return self._change(method, self._names[descriptor], real, descriptor, *args)
 
     return change
 
 
 def _on_path(method: str) -> Any:
     def change(self: FaultyChanges, *paths: str) -> Any:
-        real = getattr(FileChanges, method)
-        return self._change(method, paths[-1], real, self, *paths)
+        real = getattr(super(FaultyChanges, self), method)
+        return self._change(method, paths[-1], real, *paths)
 
     return change
 
