@@ -22,6 +22,7 @@ class Layout(ABC):
         follows_links: whether files are read through links that lead out of the directory.
         checksum: algorithm of the block digests; empty where there are none.
         block_bytes: bytes per block.
+        keeps_notes: whether a checkpoint holds the notes that a manager makes of its step.
         is_export: whether its files are laid down by others, see
             :class:`~dcp_pipeline.layout.export.ExportLayout`.
     """
@@ -30,6 +31,7 @@ class Layout(ABC):
     record: ClassVar[str]
     follows_links: ClassVar[bool] = False
     is_export: ClassVar[bool] = False
+    keeps_notes: ClassVar[bool] = True
     checksum: str
     block_bytes: int
 
@@ -72,6 +74,11 @@ class Layout(ABC):
     @abstractmethod
     def replaced_names(self, directory: Directory) -> Collection[str]:
         """Names that the checkpoint in the directory owns, for deletion once it is replaced."""
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """Files any one of which makes a directory a committed checkpoint of this layout."""
+        return (self.record,)
 
     @abstractmethod
     def needed(self, directory: Directory) -> Collection[str]:

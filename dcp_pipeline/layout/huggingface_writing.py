@@ -70,6 +70,7 @@ class HuggingFaceWriting(ExportLayout):
     """
 
     shares_files: ClassVar[bool] = True
+    keeps_notes: ClassVar[bool] = False
     record: ClassVar[str] = INDEX
     checksum = ""
     block_bytes = 0

@@ -47,6 +47,10 @@ class MegaWriting(ExportLayout):
     def __init__(self, tied: str = "drop") -> None:
         self.writes_ties = tied == "write"
 
+    @property
+    def records(self) -> tuple[str, ...]:
+        return (SINGLE, INDEX)
+
     def may_be_left(self, name: str) -> bool:
         return is_shard(name)
 

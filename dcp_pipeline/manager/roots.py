@@ -84,7 +84,7 @@ class Root:
         self._storage = storage
         self._layout = layout
         # Plain DCP commits with its metadata, or with those of its ranks.
-        self._commits = (layout.record, names.METADATA, names.rank_metadata_name(0))
+        self._commits = (*layout.records, names.METADATA, names.rank_metadata_name(0))
         self._known: dict[int, Summary] = {}
 
     def path(self, step: int) -> str:
@@ -216,7 +216,7 @@ class Root:
         found: list[StepRecord] = []
         missing = keep_last
         for step in reversed(self.committed()):
-            is_foreign = not self.open(step).exists(self._layout.record)
+            is_foreign = not any(map(self.open(step).exists, self._layout.records))
             is_whole = step not in damaged and (is_foreign or missing <= 0 or self.is_whole(step))
             missing -= is_whole and not is_foreign
             found.append(
