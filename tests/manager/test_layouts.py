@@ -13,7 +13,7 @@ def test_steps_of_mega(tmp_path: Path, threads: int) -> None:
     config = {"layout": "mega", "storage": {"thread_count": threads}}
     with (
         Pipeline.from_config(config) as pipeline,
-        CheckpointManager(tmp_path, pipeline, keep_last=2, metric="loss") as manager,
+        CheckpointManager(tmp_path, pipeline, keep_last=2) as manager,
     ):
         for step in (1, 2, 3, 4):
             state = {"w": torch.full((2, 1 << 20), float(step)), "step": step}
