@@ -18,7 +18,7 @@ from dcp_pipeline.graph.graph import Graph
 from dcp_pipeline.graph.node import Node
 from dcp_pipeline.graph.trace import Trace
 from dcp_pipeline.pipelines.arguments import as_text, checked_notes
-from dcp_pipeline.pipelines.asynchronous import AsyncCall, AsyncSaves, left_out
+from dcp_pipeline.pipelines.asynchronous import AsyncCall, AsyncSaves
 from dcp_pipeline.pipelines.complete import complete
 from dcp_pipeline.pipelines.job import SaveJob
 from dcp_pipeline.pipelines.load import load_graph
@@ -210,7 +210,7 @@ class Pipeline:
         call = self._async_call(process_group, no_dist, 0, "staged", None, None)
         saves = self._asynchronous(async_checkpointer_type)
         if not saves.make_room(call):
-            return left_out()
+            return saves.left_out()
         coordinator = call.coordinator(True)
         return saves.save_staged(
             state, coordinator, stager, lambda staged, failure: finish(staged, failure, coordinator)

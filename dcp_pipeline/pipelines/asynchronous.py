@@ -41,7 +41,7 @@ from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.types.dcp import AsyncSaveResponse, AsyncStager
 from dcp_pipeline.types.entries import Entries
 
-__all__ = ["AsyncCall", "AsyncSaves", "left_out"]
+__all__ = ["AsyncCall", "AsyncSaves"]
 
 logger = logging.getLogger("dcp_pipeline")
 
@@ -92,6 +92,7 @@ class AsyncSaves:
         self._front, self._back = graph.split("stage", passes)
         graph = save_graph(replace(parts, stager=InplaceStager()), nodes)
         self._inplace, _ = graph.split("stage", passes)
+        self._is_staged_later = False
         self._remote: RemoteSaves | None = None
         if isinstance(background, ProcessBackground):
             assert isinstance(stager, ArenaStager)
@@ -103,7 +104,7 @@ class AsyncSaves:
     ) -> Future[Any] | AsyncSaveResponse:
         """Take the snapshot and save it in the background; see :meth:`Pipeline.async_save`."""
         if not self.make_room(call):
-            return left_out()
+            return self.left_out()
         coordinator = call.coordinator(True)
         if stager is not None:
             return self.save_staged(
@@ -137,13 +138,22 @@ class AsyncSaves:
             coordinator.report_failure(error)
             self._parts.stager.release(staged)
             raise
-        if self._parts.stager.is_asynchronous:
+        self._is_staged_later = self._parts.stager.is_asynchronous
+        if self._is_staged_later:
             return AsyncSaveResponse(_once_copied(staged), future)
         return future
 
     def make_room(self, call: AsyncCall) -> bool:
         """Before a further save; whether it may be made. See :meth:`InFlight.make_room`."""
         return self.in_flight.make_room(lambda: call.coordinator(False))
+
+    def left_out(self) -> Future[Any] | AsyncSaveResponse:
+        """What a save returns that was not made: of the same type as the one under way."""
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return (
+            AsyncSaveResponse(_without_result(future), future) if self._is_staged_later else future
+        )
 
     def _start(self, coordinator: Coordinator, save: Callable[[], Any]) -> SaveFuture:
         future, settings = SaveFuture(coordinator.world_size == 1), self._settings
@@ -207,16 +217,20 @@ class AsyncSaves:
             coordinator.report_failure(error)
             raise
 
+        # Popped, since the error of a save keeps its functions, and these what they have seen.
+        held = [staged]
+
         def save() -> Any:
-            state, problem = staged, failure
-            if isinstance(staged, Future):
+            state, problem = held.pop(), failure
+            if isinstance(state, Future):
                 try:
-                    state = staged.result()
+                    state = state.result()
                 except Exception as error:
                     problem = error
             return finish(state, problem)
 
         future = self._start(coordinator, save)
+        self._is_staged_later = isinstance(staged, Future)
         if isinstance(staged, Future):
             return AsyncSaveResponse(_without_result(staged), future)
         return future
@@ -279,13 +293,6 @@ class AsyncSaves:
             if self._remote is not None:
                 self._remote.close()
             self._parts.stager.close()
-
-
-def left_out() -> Future[Any]:
-    """What a save returns that was not made."""
-    future: Future[Any] = Future()
-    future.set_result(None)
-    return future
 
 
 def _is_snapshot(name: str) -> bool:

@@ -142,6 +142,8 @@ class ArenaStager(Stager):
     def release(self, staged: Entries) -> None:
         if isinstance(staged, ArenaSnapshot):
             staged.wait()
+            # Whoever still holds the snapshot, such as the frames of an error, holds no memory.
+            staged.clear()
             self._release(staged.arena)
 
     def reserve_for(self, entries: Entries, count: int = 1) -> None:

@@ -19,7 +19,7 @@ from dcp_pipeline import (
     Pipeline,
     PipelineConfig,
 )
-from tests.background.pipelines import pipeline_of
+from tests.background.pipelines import pipeline_of, troubled_pipeline
 
 
 def test_the_function_of_dcps_signature(tmp_path: Path) -> None:
@@ -78,6 +78,45 @@ def test_a_stager_of_a_user(tmp_path: Path, in_future: bool) -> None:
         saving.result()
     assert stager.calls == ["stage"] if in_future else ["stage", "synchronize"]
     assert dcp_pipeline.load_keys(tmp_path)["w"].tolist() == [1] * 4
+
+
+class Late(Counting):
+    """As the other, with a future of its own for every call."""
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        future: Future[Any] = Future()
+        future.set_result(super().stage(state_dict))
+        return future
+
+
+@pytest.mark.parametrize(
+    ("stager", "own", "is_later"),
+    [
+        ("host", None, False),
+        ({"kind": "pinned", "overlap": True}, None, True),
+        ("inplace", Counting(), False),
+        ("inplace", Late(), True),
+    ],
+)
+def test_what_is_left_out_is_of_the_type_of_what_is_not(
+    tmp_path: Path, stager: Any, own: Any, is_later: bool
+) -> None:
+    gate = tmp_path / "gate"
+    with troubled_pipeline(
+        "thread", tmp_path, gate=str(gate), when_full="skip", stager=stager
+    ) as pipeline:
+        made, left_out = (
+            pipeline.async_save({"w": torch.ones(4)}, tmp_path / name, async_stager=own)
+            for name in ("a", "b")
+        )
+        gate.touch()
+        assert isinstance(made, AsyncSaveResponse) == is_later
+        if is_later:
+            assert isinstance(left_out, AsyncSaveResponse)
+            assert left_out.staging_completion.result(0) is None
+            left_out = left_out.upload_completion
+        assert isinstance(left_out, Future) and left_out.result(0) is None
+    assert (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 
 def test_torchs_stager_and_their_planner_and_writer(tmp_path: Path) -> None:

@@ -153,12 +153,24 @@ def _write_files(job: SaveJob, parts: list[list[Item]], has_fingerprint: bool) -
             stop.set()
             raise
 
-    if len(parts) == 1:
+    try:
+        return _all_of(write_one, len(parts), job.parts.storage.thread_count, stop)
+    except BaseException:
+        # Whoever keeps the error keeps the functions that it came through, but no memory of these.
+        for part in parts:
+            part.clear()
+        raise
+
+
+def _all_of(
+    write_one: Callable[[int], _Written], count: int, thread_count: int, stop: threading.Event
+) -> list[_Written]:
+    if count == 1:
         return [write_one(0)]
-    threads = min(len(parts), job.parts.storage.thread_count)
+    threads = min(count, thread_count)
     with ThreadPoolExecutor(threads, "dcp_pipeline write") as pool:
         try:
-            futures = [pool.submit(write_one, number) for number in range(len(parts))]
+            futures = [pool.submit(write_one, number) for number in range(count)]
             wait(futures)
         except BaseException:
             # Nothing may be written any more once this rank begins to remove what it wrote.
