@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, SupportsIndex
 
-from dcp_pipeline.core.errors import CheckpointError
+from dcp_pipeline.core.errors import CheckpointError, ConfigError
 from dcp_pipeline.manager.claim import Claim
 from dcp_pipeline.manager.events import Events, OnEvent
 from dcp_pipeline.manager.intervals import Intervals
@@ -74,8 +75,15 @@ class CheckpointManager:
         self.pipeline = pipeline or Pipeline()
         config = self.pipeline.config
         self.settings = settings_of(config.manager, settings)
+        layout = config.layout.build()
+        if not layout.keeps_notes:
+            raise ConfigError(
+                f"layout {layout.kind!r} keeps no notes of steps, which a manager needs: save with"
+                " the pipeline, or convert a step",
+                "layout",
+            )
         storage = config.storage.build()
-        self._root = Root(os.fspath(root), storage, config.layout.build())
+        self._root = Root(os.fspath(root), storage, layout)
         self._ranks = Ranks(self.pipeline, process_group)
         self._events = Events(on_event)
         self._intervals = Intervals(
@@ -172,6 +180,7 @@ class CheckpointManager:
             self._saver.fail(saving, error)
             raise
         future = begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
+        self._saver.follow(saving, future)
         future.add_done_callback(partial(_end_save, saving, self._saver, [self]))
         return begun
 
@@ -249,8 +258,9 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Whether the step is one to save: by an interval, or since the run is to stop.
 
-        False for the step that was saved last. The ranks exchange a message only where
-        ``save_every_minutes`` is set; the coordinator's clock decides.
+        False for the step that was saved last, also where that fails in the background. The ranks
+        exchange a message only where ``save_every_minutes`` is set; the coordinator's clock
+        decides.
         """
         if step == self._saver.last:
             return False
@@ -290,13 +300,26 @@ class CheckpointManager:
 
         Local, and never the last to hear of an error: what a save in the background has failed
         with is raised here at the latest.
+
+        Raises:
+            CheckpointException: as :meth:`wait`.
+            CoordinationError: saves did not end within ``background.close_timeout_seconds``; what
+                is still under way will not be committed.
         """
+        deadline = time.monotonic() + self._close_timeout
         try:
-            self.wait()
-        finally:
-            self._release()
             if self._owns_pipeline:
                 self.pipeline.close()
+            elif self._has_background:
+                self.pipeline.wait(self._close_timeout)
+        finally:
+            self._saver.settle(max(0.0, deadline - time.monotonic()))
+            self._release()
+
+    @property
+    def _close_timeout(self) -> float:
+        background: Any = self.pipeline.config.background
+        return float(background.close_timeout_seconds)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -311,8 +334,7 @@ class CheckpointManager:
             return self.close()
         # The error is what matters: the other ranks may be anywhere, and nothing is asked of them.
         try:
-            background = self.pipeline.config.background
-            self._saver.settle(getattr(background, "close_timeout_seconds", None))
+            self._saver.settle(self._close_timeout)
         finally:
             self._release()
             if self._owns_pipeline:

@@ -9,6 +9,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, SupportsFloat, SupportsIndex
 
@@ -71,7 +72,7 @@ class StepSaver:
         events: hears what happens.
 
     Attributes:
-        last: the step whose save was begun last, unless it failed.
+        last: the step whose save was begun last, unless that raised; alike on all ranks.
         failures: how many saves have failed.
         damaged: steps that did not load; a save may replace them.
     """
@@ -95,7 +96,7 @@ class StepSaver:
         self._claim = claim
         self._events = events
         self._remover = Remover(root, settings, self._note_removed)
-        self._pending: set[int] = set()
+        self._pending: dict[int, Future[Any] | None] = {}
         self._changed = threading.Condition()
         self._has_looked = False
 
@@ -123,7 +124,7 @@ class StepSaver:
             self._note_failure(number, started, error)
             raise
         with self._changed:
-            self._pending.add(number)
+            self._pending[number] = None
         self.last = number
         fence = Fence(self._storage, self._root.location, self._claim.mark)
         notes = {"step": number, "metrics": mine[1], "run": run}
@@ -142,11 +143,10 @@ class StepSaver:
             )
         step = int(steps[0])
         self._claim.hold()
-        with self._changed:
-            if step in self._pending:
-                raise CheckpointExistsError(
-                    f"step {step} is being saved already", self._root.path(step)
-                )
+        if self._is_pending(step):
+            raise CheckpointExistsError(
+                f"step {step} is being saved already", self._root.path(step)
+            )
         may_replace = self._settings.overwrite == "replace" or step in self.damaged
         if not may_replace and self._root.is_committed(step):
             self._refuse_unless_damaged(step)
@@ -155,6 +155,19 @@ class StepSaver:
             self._has_looked = True
             self._say_what_is_newer(step)
         return self._claim.run
+
+    def _is_pending(self, step: int) -> bool:
+        with self._changed:
+            future = self._pending.get(step)
+            if future is not None and future.done():
+                # Its caller may be ahead of what comes behind the save, in the background.
+                self._changed.wait_for(lambda: step not in self._pending)
+            return step in self._pending
+
+    def follow(self, saving: Saving, future: Future[Any]) -> None:
+        """The save goes on in the background; :meth:`succeed` or :meth:`fail` come after it."""
+        with self._changed:
+            self._pending[saving.step] = future
 
     def _refuse_unless_damaged(self, step: int) -> None:
         """By its commit record and the sizes of its files; checksums are compared by a restore."""
@@ -201,7 +214,8 @@ class StepSaver:
     def fail(self, saving: Saving, error: BaseException) -> None:
         """A save has failed; all that it may have left is an empty directory."""
         with self._end(saving):
-            if self.last == saving.step:
+            # One in the background fails at another moment on each rank.
+            if self.last == saving.step and self._pending[saving.step] is None:
                 self.last = None
             with contextlib.suppress(CheckpointError, OSError):
                 self._root.open(saving.step).remove_if_empty()
@@ -220,7 +234,7 @@ class StepSaver:
             yield
         finally:
             with self._changed:
-                self._pending.discard(saving.step)
+                self._pending.pop(saving.step, None)
                 self._changed.notify_all()
 
     def _note_removed(self, step: int) -> None:
