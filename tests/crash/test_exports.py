@@ -19,7 +19,7 @@ from tests.marks import slow
         slow("huggingface", 1, 4),
         slow("huggingface", 4, 1),
         slow("huggingface", 4, 2),
-        ("mega", 1, 1),
+        slow("mega", 1, 1),
         slow("mega", 0, 1),
     ],
 )

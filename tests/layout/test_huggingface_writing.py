@@ -1,6 +1,7 @@
 """Exports as Hugging Face repositories, by one process and by ranks; read by safetensors itself."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dcp_pipeline.core.errors import (
 )
 from dcp_pipeline.types.dtypes import DTYPES
 from tests.distributed.pool import Pool
+from tests.marks import mostly_slow, slow
 
 INDEX = "model.safetensors.index.json"
 COMPLEX_PAIRS = ("complex32", "complex128")
@@ -116,8 +118,10 @@ def save_sharded(path: Path, max_shard_size: Any) -> Any:
     return str(saved.manifest.fingerprint)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("max_shard_size", ["5GB", 300])
+@pytest.mark.parametrize(
+    ("size", "max_shard_size"),
+    mostly_slow(product([1, 2, 4], ["5GB", 300]), [(2, "5GB"), (4, 300)]),
+)
 def test_on_ranks(ranks: Pool, tmp_path: Path, size: int, max_shard_size: Any) -> None:
     """U04 and T66: sharded, replicated and 0-dim tensors, each rank writing its part."""
     state = {name: tensor for name, tensor in every_dtype().items() if "float4" not in name}
@@ -155,7 +159,7 @@ def state_of(value: float) -> dict[str, torch.Tensor]:
     return {f"layers.{i}.w": torch.arange(600.0).view(20, 30) + value + i for i in range(6)}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, slow(4)])
 def test_import_on_ranks(ranks: Pool, tmp_path: Path, size: int) -> None:
     dcp.save(state_of(1.0), checkpoint_id=tmp_path, config=config(max_shard_size=5000))
     assert all(all(row) for row in ranks(size).run(load_sharded, tmp_path))

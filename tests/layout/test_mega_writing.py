@@ -1,6 +1,7 @@
 """Checkpoints as MEGA repositories, by one process and by ranks, and data files of layout dcp."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dcp_pipeline.storage.filesystem import FileSystemStorage
 from dcp_pipeline.types.dtypes import DTYPES
 from tests.distributed.pool import Pool
 from tests.equal import assert_same
+from tests.marks import mostly_slow, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -257,7 +259,7 @@ def load_all(path: Path) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [slow(1), 2, slow(4)])
 def test_on_ranks(ranks: Pool, tmp_path: Path, size: int) -> None:
     prints = ranks(size).run(save_sharded, tmp_path, 1.0, size == 2)
     state = {**state_of(1.0), "step": 7, "own": {f"rank{r}": torch.ones(3) for r in range(size)}}
@@ -365,8 +367,10 @@ def shared_state() -> dict[str, torch.Tensor]:
     return {"w": torch.arange(60_000.0).view(300, 200), "r": torch.ones(5)}
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("rollback", ["copy", "verify_first"])
+@pytest.mark.parametrize(
+    ("packed", "rollback"),
+    mostly_slow(product([False, True], ["copy", "verify_first"]), [(True, "copy")]),
+)
 def test_what_is_read_once_is_verified_and_unpacked_by_every_rank(
     ranks: Pool, tmp_path: Path, packed: bool, rollback: str
 ) -> None:

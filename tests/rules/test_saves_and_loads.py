@@ -14,6 +14,7 @@ from dcp_pipeline.core.errors import (
     RuleError,
 )
 from tests.distributed.pool import Pool
+from tests.marks import slow
 
 HEADS, KV, SIZE, WIDTH = 4, 2, 6, 8
 
@@ -124,8 +125,11 @@ def on_ranks(path: Path, kind: str, load_kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("kind", "load_kind"), [("rows", "columns"), ("mixed", "rows")])
+@pytest.mark.parametrize(
+    ("size", "kind", "load_kind"),
+    [(2, "rows", "columns"), slow(2, "mixed", "rows"), slow(4, "rows", "columns"),
+     (4, "mixed", "rows")],
+)  # fmt: skip
 def test_on_ranks(ranks: Pool, tmp_path: Path, size: int, kind: str, load_kind: str) -> None:
     for found in ranks(size).run(on_ranks, tmp_path, kind, load_kind):
         assert_equal(found, state())

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dcp_pipeline.core.errors import (
 from dcp_pipeline.tools import convert_check
 from dcp_pipeline.tools.convert import Conversion, convert
 from tests.distributed.pool import Pool
+from tests.marks import mostly_slow, slow
 
 KINDS = ["dcp", "huggingface", "mega"]
 RULES: list[dict[str, Any]] = [
@@ -115,8 +117,10 @@ def on_ranks(path: Path, kind: str) -> list[str | None]:
     return [there.fingerprint, back.fingerprint]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    mostly_slow(product(KINDS, [2, 4]), [("dcp", 2), ("huggingface", 2), ("mega", 4)]),
+)
 def test_on_ranks(ranks: Pool, tmp_path: Path, size: int, kind: str) -> None:
     found = ranks(size).run(on_ranks, tmp_path, kind)
     assert len({tuple(prints) for prints in found}) == 1
@@ -246,7 +250,7 @@ def big() -> dict[str, torch.Tensor]:
     return {f"w{n}": torch.randn(100, 100) for n in range(12)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [slow("dcp"), "huggingface", slow("mega")])
 def test_it_goes_on_after_a_kill(tmp_path: Path, kind: str) -> None:
     source, target = tmp_path / "a", tmp_path / "b"
     dcp.save(big(), checkpoint_id=source)
