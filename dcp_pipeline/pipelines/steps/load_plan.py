@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from dcp_pipeline.core.manifest import Manifest
-from dcp_pipeline.core.path import dotted
+from dcp_pipeline.core.path import Path, dotted
 from dcp_pipeline.pipelines.load_job import LoadJob
 from dcp_pipeline.pipelines.steps.collect import taken_apart
 from dcp_pipeline.pipelines.steps.mapped_view import mapped_view
@@ -49,10 +49,16 @@ def plan(template: FlatState, manifest: Manifest, job: LoadJob) -> Match:
     def wants(key: str) -> bool:
         return is_wanted(key, job)
 
+    stored = manifest
     if job.parts.rules:
         job.view = mapped_view(manifest, job.parts.rules)
         manifest = job.view.manifest
-    check_schedulers(template, wants, lambda path: bool(Stored.below(path, manifest).keys))
+
+    def is_stored(path: Path) -> bool:
+        # What a rule leaves out is in the checkpoint all the same.
+        return any(Stored.below(path, keys).keys for keys in (manifest, stored))
+
+    check_schedulers(template, wants, is_stored)
     for path, state in template.fitting:
         fit = state.fit(Stored.below(path, manifest))
         template.fit(path, fit.of(lambda below: wants(dotted((*path, *below)))))  # noqa: B023
