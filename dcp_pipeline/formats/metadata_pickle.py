@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_pipeline.core.errors import FormatError, UnsafeCheckpointError, UnsupportedLeafError
+from dcp_pipeline.core.shown import shown
 from dcp_pipeline.formats.inert_pickle import load_inert
 from dcp_pipeline.formats.pickle_values import Factory, key_types, plain_globals
 
@@ -125,20 +126,20 @@ def _size(args: tuple[Any, ...]) -> torch.Size:
         raise FormatError("a torch.Size of something that is not a tuple")
     for value in values:
         if type(value) is not int or not 0 <= value < _LIMIT:
-            raise FormatError(f"a torch.Size holds {str(value)[:40]}, expected 0 to 2**63 - 1")
+            raise FormatError(f"a torch.Size holds {shown(value, 40)}, expected 0 to 2**63 - 1")
     return torch.Size(values)
 
 
 def _layout(args: tuple[Any, ...]) -> torch.layout:
     layout = _LAYOUTS.get(args[0]) if len(args) == 1 and type(args[0]) is str else None
     if layout is None:
-        raise FormatError(f"the layout {str(args)[:80]} is unknown")
+        raise FormatError(f"the layout {shown(args)} is unknown")
     return layout
 
 
 def _memory_format(args: tuple[Any, ...]) -> torch.memory_format:
     if len(args) != 1 or type(args[0]) is not int or not 0 <= args[0] <= 2:
-        raise FormatError(f"the memory format {str(args)[:80]} is unknown")
+        raise FormatError(f"the memory format {shown(args)} is unknown")
     return _MEMORY_FORMATS[args[0]]
 
 
@@ -148,7 +149,7 @@ def _member(args: tuple[Any, ...]) -> torch.memory_format:
     if type(owner) is not Factory or owner.make is not _memory_format:
         raise UnsafeCheckpointError(".metadata asks for builtins.getattr of something unknown")
     if name not in _MEMORY_FORMAT_NAMES:
-        raise FormatError(f"the memory format {str(name)[:80]} is unknown")
+        raise FormatError(f"the memory format {shown(name)} is unknown")
     return _MEMORY_FORMATS[_MEMORY_FORMAT_NAMES.index(name)]
 
 
@@ -173,7 +174,7 @@ def _state(state: Any, owner: object) -> dict[str, Any]:
     for name in state:
         # A name like __reduce__ would shadow what Python looks up on instances.
         if type(name) is not str or name.startswith("__") or not name.isidentifier():
-            raise FormatError(f"a {type(owner).__name__} with the attribute {str(name)[:80]!r}")
+            raise FormatError(f"a {type(owner).__name__} with the attribute {shown(name)}")
     return state
 
 
@@ -182,7 +183,7 @@ def _need(state: dict[str, Any], owner: object, **kinds: type | tuple[type, ...]
         value = state.get(name)
         if type(value) is not kind and not (type(kind) is tuple and type(value) in kind):
             raise FormatError(
-                f"{name} of a {type(owner).__name__} is a {type(value).__name__}: {str(value)[:80]}"
+                f"{name} of a {type(owner).__name__} is a {type(value).__name__}: {shown(value)}"
             )
 
 
@@ -246,9 +247,7 @@ def _build_info(info: _StorageInfo, state: Any) -> None:
     known = state if type(state) is dict and state.keys() == _INFO else _state(state, info)
     path, offset, length = known.get("relative_path"), known.get("offset"), known.get("length")
     if type(path) is not str or type(offset) is not int or type(length) is not int:
-        raise FormatError(
-            f"a _StorageInfo of {str(path)[:80]!r}, {str(offset)[:80]}, {str(length)[:80]}"
-        )
+        raise FormatError(f"a _StorageInfo of {shown(path)}, {shown(offset)}, {shown(length)}")
     if _INSIDE.fullmatch(path) is None or (".." in path and ".." in path.split("/")):
         raise UnsafeCheckpointError(f".metadata names a file out of the checkpoint: {path[:200]!r}")
     if not 0 <= offset < _LIMIT or not 0 <= length < _LIMIT:
@@ -279,7 +278,7 @@ def _check_metadata(metadata: Metadata) -> None:
     _need(found, metadata, storage_meta=(StorageMeta, type(None)), version=(str, type(None)))
     for key, item in metadata.state_dict_metadata.items():
         if type(key) is not str or type(item) not in (TensorStorageMetadata, BytesStorageMetadata):
-            raise FormatError(f"state_dict_metadata[{str(key)[:80]!r}] is a {type(item).__name__}")
+            raise FormatError(f"state_dict_metadata[{shown(key)}] is a {type(item).__name__}")
         if type(item) is TensorStorageMetadata:
             _check_tensor(key, vars(item))
     for index, info in (metadata.storage_data or {}).items():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dcp_pipeline.core.errors import FormatError, UnsafeCheckpointError
+from dcp_pipeline.core.shown import shown
 from dcp_pipeline.formats.inert_pickle import load_inert
 from dcp_pipeline.formats.pickle_values import Factory, key_types, plain_globals
 from dcp_pipeline.formats.tensor_frame import NEW_DTYPES, TYPED_STORAGES, ZipFrame, frame_tensor
@@ -162,7 +163,7 @@ def parse_state_zip(read: Callable[[int, int], bytes], length: int) -> dict[str,
         raise FormatError(f"a {type(state).__name__} where a state dict was expected")
     strange = [name for name in state if type(name) is not str]
     if strange:
-        raise FormatError(f"a state dict with the key {str(strange[0])[:80]!r}, expected text")
+        raise FormatError(f"a state dict with the key {shown(strange[0])}, expected text")
     for name in state:
         if not name.isascii() and name != name.encode("utf-8", "replace").decode():
             raise FormatError(f"a state dict with the key {name[:80]!r}, which is no text")

@@ -24,11 +24,13 @@ from dcp_pipeline.core.errors import (
     UnsupportedLeafError,
 )
 from dcp_pipeline.core.hashing import EqualHashes
+from dcp_pipeline.formats.sharing import LONG_TEXT, Sharing
 
 __all__ = ["canonical", "decode", "encode"]
 
 _MAX_DEPTH = 100  # of values; each is up to three levels of JSON
-_MAX_NODES = 20_000_000  # sharing can make a small value an endless text
+_MAX_NODES = 20_000_000
+_SHARED = frozenset({str, bytes, bytearray, list, tuple, dict, OrderedDict, set, frozenset})
 _PLAIN_INT = 1 << 63
 _NAN_BITS = "7ff8000000000000"
 
@@ -41,8 +43,8 @@ def encode(value: object) -> bytes:
     ``range``, ``slice``, ``torch.Size``, ``torch.dtype``, ``torch.device``.
 
     Raises:
-        UnsupportedLeafError: another type, a value nested more than 100 deep, or one that contains
-            itself.
+        UnsupportedLeafError: another type, a value nested more than 100 deep, one that contains
+            itself, or one that shares its parts so often that its text would be endless.
 
     Example:
         >>> encode({"step": 3, "betas": (0.9, 0.999)})
@@ -92,6 +94,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self._nodes = 0
+        self._sharing = Sharing()
 
     def tree(self, value: Any, depth: int) -> object:
         self._nodes += 1
@@ -104,6 +107,8 @@ class _Encoder:
         kind = type(value)
         if value is None or kind is bool:
             return value
+        if kind in _SHARED:
+            self._count(value, kind)
         if kind is str:
             return value if not _has_surrogates(value) else {"$str": _pack_text(value)}
         if kind is int:
@@ -124,6 +129,15 @@ class _Encoder:
             items = [self.tree(item, depth + 1) for item in value]
             return {f"${kind.__name__}": items if kind is tuple else sorted(items, key=_dump)}
         return self._rare(value, depth)
+
+    def _count(self, value: Any, kind: type) -> None:
+        is_text = kind in (str, bytes, bytearray)
+        if is_text and len(value) <= LONG_TEXT:
+            return
+        try:
+            self._sharing.add(value, is_text)
+        except UnsafeCheckpointError as error:
+            raise UnsupportedLeafError(str(error)) from error
 
     def _dict(self, value: dict[Any, Any], depth: int) -> object:
         if all(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dcp_pipeline.core.errors import FormatError, UnsafeCheckpointError
+from dcp_pipeline.core.shown import shown
 from dcp_pipeline.formats.inert_pickle import load_inert
 from dcp_pipeline.formats.pickle_values import Factory, key_types, plain_globals
 from dcp_pipeline.formats.tensor_frame import TYPED_STORAGES
@@ -222,7 +223,7 @@ class _Guard:
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise FormatError(f"{str(value)[:40]} where a count was expected")
+        raise FormatError(f"{shown(value, 40)} where a count was expected")
     return value
 
 

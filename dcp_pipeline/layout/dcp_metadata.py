@@ -16,6 +16,7 @@ from dcp_pipeline.core.errors import CorruptCheckpointError, UnsafeCheckpointErr
 from dcp_pipeline.core.hashing import EqualHashes
 from dcp_pipeline.core.manifest import FileEntry, Manifest, safe_name
 from dcp_pipeline.core.path import Component, Index, Path, check_paths
+from dcp_pipeline.core.shown import shown
 from dcp_pipeline.core.table import ChunkTable, KeySpec, Kind
 from dcp_pipeline.layout.names import rank_metadata_name
 from dcp_pipeline.types.dcp import (
@@ -118,7 +119,7 @@ def _path_of(path: Any, name: str) -> Path:
     parts: list[Component] = []
     for part in path:
         if type(part) is not str and not (type(part) is int and 0 <= part < 1 << 62):
-            found = str(part)[:40] if type(part) is int else f"a {type(part).__name__}"
+            found = shown(part, 40) if type(part) is int else f"a {type(part).__name__}"
             raise CorruptCheckpointError(
                 f"{name!r} lies at {found} of something, expected a name or a position in a list"
             )

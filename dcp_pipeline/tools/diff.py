@@ -17,7 +17,9 @@ from dcp_pipeline.core.kind import parse_bytes
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import dotted
 from dcp_pipeline.core.registry import model_of
+from dcp_pipeline.core.shown import shown
 from dcp_pipeline.core.table import KeySpec
+from dcp_pipeline.formats.sharing import is_endless
 from dcp_pipeline.formats.typed_json import canonical
 from dcp_pipeline.layout.foreign import open_source
 from dcp_pipeline.pipelines.convert import Buffers
@@ -270,9 +272,12 @@ class _Comparison:
         if data[0] == data[1] and self.a.kind == self.b.kind:
             return None
         values = [side.decoded(name, one) for side, one in zip((self.a, self.b), data, strict=True)]
-        if _are_equal(*values):
-            return None
-        return Difference(name, "value", _shown(values[0]), _shown(values[1]))
+        if not any(map(is_endless, values)):
+            if _are_equal(*values):
+                return None
+            return Difference(name, "value", _shown(values[0]), _shown(values[1]))
+        # Neither compared nor shown as a whole: their bytes differ.
+        return Difference(name, "value", shown(values[0]), shown(values[1]))
 
 
 def _are_equal(a: Any, b: Any) -> bool:
