@@ -204,7 +204,7 @@ def _note_metadata(header: SafetensorsHeader, found: Repository) -> None:
     keys = [entry.name for entry in header.entries]
     inside = set(keys)
     for name, text in header.metadata.items():
-        if text in inside and name not in inside:
+        if text in inside and name not in inside and name != "format":
             found.ties[name] = text
     save_id = header.metadata.get(SAVE_ID, "")
     found.save_ids.add(save_id if _SAVE.fullmatch(save_id) else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from dcp_pipeline.core.affine import Mapped, joined
 from dcp_pipeline.rules.base import KeyRule
 from dcp_pipeline.rules.keys import Keys
@@ -54,12 +56,13 @@ class StackRule(KeyRule):
         self, keys: Keys, one: str, members: dict[int, str], found: dict[int, Mapped]
     ) -> Mapped | None:
         count = self._count or max(found) + 1
-        lacking = [n for n in range(count) if n not in found]
+        # Those that a message shows: a number that is far away means that nearly all lack.
+        lacking = list(islice((n for n in range(count) if n not in found), 8))
         beyond = [members[n] for n in found if n >= count]
         kinds = {(tensor.dtype, tensor.shape) for tensor in found.values()}
         problems = []
         if lacking and not keys.is_partial:
-            problems.append(f"{one!r} lacks {self._over} = {', '.join(map(str, lacking[:8]))}")
+            problems.append(f"{one!r} lacks {self._over} = {', '.join(map(str, lacking))}")
         if beyond:
             problems.append(f"{one!r} has {count} of them, and there is {beyond[0]!r}")
         if len(kinds) > 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from dcp_pipeline.core.errors import CheckpointNotFoundError, ConfigError, FormatError
 from dcp_pipeline.core.garbage import collector_paused
 from dcp_pipeline.core.manifest import Manifest
@@ -70,7 +72,7 @@ def open_source(
     Raises:
         CheckpointNotFoundError: there is none of that kind.
         CorruptCheckpointError, UnsafeCheckpointError: it is damaged, or not to be trusted.
-        ConfigError: the kind is not known, or has no options.
+        ConfigError: the kind is not known, or does not take these options.
     """
     place = place_of(path, storage or FileSystemStorage())
     kind = recognized(place) if kind is None else kind
@@ -78,6 +80,10 @@ def open_source(
         raise ConfigError(f"no kind of checkpoint is called {kind!r}: {', '.join(KINDS)}", "kind")
     if options and kind not in _LAYOUTS:
         raise ConfigError(f"checkpoints of kind {kind!r} have no options", "options")
+    if options and place.file is not None:
+        raise ConfigError(
+            f"a single file has no options; name the folder of {place.file}", "options"
+        )
     if kind in _LAYOUTS and place.file is None:
         return _by_layout(place, kind, options or {})
     with collector_paused():
@@ -85,7 +91,14 @@ def open_source(
 
 
 def _by_layout(place: Place, kind: str, options: Mapping[str, Any]) -> Opened:
-    layout = model_of("layout", kind)(kind=kind, **options).build()
+    try:
+        layout = model_of("layout", kind)(kind=kind, **options).build()
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}"
+            for one in error.errors()
+        )
+        raise ConfigError(f"checkpoints of kind {kind!r} do not take {wrong}", "options") from None
     directory = place.storage.open(place.location, follow_links=layout.follows_links)
     return directory, layout.open(directory)
 
