@@ -39,7 +39,11 @@ def joint_error(step: str, failures: Failures, own_rank: int) -> CheckpointExcep
     """
     first = min(failures)
     cause = failures[first][0]
-    error = _combined(type(cause))(*cause.args[:1] or ("",))
+    try:
+        error = _combined(type(cause))(*cause.args[:1] or ("",))
+    except TypeError:
+        # A class of somebody else's, which cannot be made of one message.
+        error = CheckpointException(str(cause), failures)
     error.__dict__.update(vars(cause))
     for name in ("errno", "filename", "strerror"):
         if isinstance(cause, OSError) and name not in vars(cause):

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from dcp_pipeline.coordination.errors import error_from_record, error_to_record
 from dcp_pipeline.coordination.exchange import decide, open_answer, wrap_message
@@ -106,6 +107,20 @@ def test_the_joint_error_is_of_the_causes_type_and_of_ours() -> None:
     assert error.errno == errno.ENOSPC
     assert list(error.failures) == [1]
     assert "rank 1" in str(error) and "no room" in str(error)
+
+
+def test_a_class_that_cannot_be_made_of_a_message_is_named_all_the_same() -> None:
+    class Coded(Exception):
+        def __new__(cls, code: int, words: str) -> "Coded":
+            return super().__new__(cls, code, words)
+
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(int).validate_python("x")
+    for cause, words in ((caught.value, "valid integer"), (Coded(3, "lost"), "lost")):
+        for error in (joint(cause), joint(b"", cause)):
+            assert isinstance(error, CheckpointException) and words in str(error)
+            assert type(cause).__name__ in str(error)
+        assert joint(cause).__cause__ is cause
 
 
 def test_a_rank_that_failed_itself_keeps_its_own_error_as_the_cause() -> None:
