@@ -26,13 +26,23 @@ __all__ = ["Buffers", "convert_graph", "streamed_entries"]
 _STEP_BYTES = 8 << 20
 
 
+def _staged(source: Callable[[], Entries]) -> Entries:
+    return source()
+
+
+# Every rank reads the values; what goes wrong with that is told to the others as well.
+_STAGE = Node("stage", _staged, ("source",), ("staged",))
+
+
 def convert_graph(parts: Parts) -> Graph:
-    """The graph that every rank runs to convert; the entries stand for what is read meanwhile."""
+    """The graph that every rank runs to convert; ``source`` makes the entries, which
+    stand for what is read meanwhile."""
     if isinstance(parts.layout, TorchFileLayout):
         return _torch_file_graph()
     graph = Graph(
         "convert",
         [
+            _STAGE,
             # The whole state, which every rank could write.
             Node("plan", save_plan.local_plan, ("staged", "job"), ("local_plan",)),
             # All ranks: even shares of it.
@@ -47,7 +57,7 @@ def convert_graph(parts: Parts) -> Graph:
                 coordinates=True,
             ),
         ],
-        inputs=("staged", "job"),
+        inputs=("source", "job"),
     )  # fmt: skip
     if getattr(parts.layout, "writes_ties", False):
         graph = graph.through("staged", Node("untie", untie.untie, ("staged",), ("staged",)))
@@ -59,6 +69,7 @@ def _torch_file_graph() -> Graph:
     return Graph(
         "convert",
         [
+            _STAGE,
             # The coordinator: read, pass through the rules and write, slab by slab.
             Node("write", torch_file.write_torch_file, ("staged", "job"), ("written",)),
             # All ranks: then the target exists.
@@ -67,7 +78,7 @@ def _torch_file_graph() -> Graph:
                 coordinates=True,
             ),
         ],
-        inputs=("staged", "job"),
+        inputs=("source", "job"),
     )  # fmt: skip
 
 
@@ -92,7 +103,7 @@ def streamed_entries(
     paths: Mapping[str, Path],
     kinds: Mapping[str, Kind],
     fill: Callable[[str, tuple[int, ...], torch.Tensor], None],
-    value: Callable[[str], bytes],
+    value: Callable[[str], tuple[bytes, int]],
     slab_bytes: int,
     plain: Sequence[str] = (),
 ) -> Entries:
@@ -102,7 +113,7 @@ def streamed_entries(
         tensors: by name; ``None`` for a value.
         paths, kinds: of each name.
         fill: makes a box of a tensor.
-        value: the target's stored bytes of a value.
+        value: the target's stored bytes of a value, and the digest of its meaning.
         slab_bytes: that are made at a time at most.
         plain: tensors that lie in the source as they will in the target: small steps are as good.
     """
@@ -111,7 +122,8 @@ def streamed_entries(
     small = set(plain)
     for name, tensor in tensors.items():
         if tensor is None:
-            entry = Entry(paths[name], kinds[name], payload=value(name))
+            payload, digest = value(name)
+            entry = Entry(paths[name], kinds[name], payload=payload, digest=digest)
             entries.append(entry)
             continue
         alias = places.setdefault(tensor, len(entries)) if tensor.sources else len(entries)

@@ -102,10 +102,14 @@ class SourceReader:
         for constant in constants:
             value = torch.tensor(constant.value, dtype=torch.float64, device="cpu")
             constant.view.copy_(value.to(constant.view.dtype).expand(constant.view.shape))
-        lost = casts.count(target)
         with self._lock:
             self.bytes_read += nbytes
-            if lost:
+        self.note_casts(name, casts.count(target))
+
+    def note_casts(self, name: str, lost: int) -> None:
+        """Count elements of a tensor that did not fit their new dtype."""
+        if lost:
+            with self._lock:
                 self.casts[name] = self.casts.get(name, 0) + lost
 
     def value(self, stored: str) -> bytes:

@@ -60,6 +60,17 @@ class Serialization(ABC):
         """
         return None
 
+    def within(self, nbytes: int) -> tuple[Serialization, int]:
+        """The same with a bound on its own memory, for each file that is written at a time.
+
+        Args:
+            nbytes: for it and for the elements that are made for it.
+
+        Returns:
+            And what it leaves of them for the elements.
+        """
+        return self, nbytes
+
     def check_dtype(self, dtype_name: str) -> None:
         """Look at the dtype of a tensor, as torch names it, before anything is written.
 

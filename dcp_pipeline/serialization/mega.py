@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -69,6 +70,13 @@ class MegaSerialization(Serialization):
         )
         self._alignment = alignment
 
+    def within(self, nbytes: int) -> tuple[Serialization, int]:
+        if self._packing.level is None:
+            return self, nbytes
+        other = copy(self)
+        other._packing = replace(self._packing, kept_bytes=nbytes // 2)
+        return other, nbytes - nbytes // 2
+
     def check_name(self, name: str) -> None:
         try:
             name.encode("utf-8")
@@ -92,7 +100,7 @@ class MegaSerialization(Serialization):
 
     def image(self, items: Sequence[Item]) -> FileImage:
         tensors = [item for item in items if item.dtype is not None]
-        kept = Kept()
+        kept = Kept(self._packing.kept_bytes)
         entries, size = self._entries(tensors, kept)
         values = {value_key(item.name): item.data for item in items if isinstance(item.data, bytes)}
         own = _boxes(entries, tensors) | {FORMAT_KEY: _encoded(FORMAT)}

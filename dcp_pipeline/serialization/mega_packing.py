@@ -15,19 +15,24 @@ from dcp_pipeline.formats.spans import checksum_of, compress, shuffled
 
 __all__ = ["Kept", "Packing"]
 
-_BUDGET_BYTES = 256 << 20
+_KEPT_BYTES = 256 << 20
 
 
 @dataclass
 class Kept:
-    """Compressed spans of one file, by their offset, until they are written."""
+    """Compressed spans of one file, by their offset, until they are written.
 
+    Attributes:
+        limit: bytes of all of them, at most.
+    """
+
+    limit: int
     spans: dict[int, bytes] = field(default_factory=dict)
     nbytes: int = 0
 
     def add(self, offset: int, packed: bytes) -> None:
         """Keep a span, if there is room for it."""
-        if self.nbytes + len(packed) <= _BUDGET_BYTES:
+        if self.nbytes + len(packed) <= self.limit:
             self.spans[offset] = packed
             self.nbytes += len(packed)
 
@@ -41,12 +46,14 @@ class Packing:
         chunk_bytes: of elements, at most, in a span.
         level: of zstd; ``None`` to store elements as they are.
         shuffle: whether bytes are grouped by their place in their element before that.
+        kept_bytes: of compressed spans, at most, that wait in memory while a file is written.
     """
 
     checksum: str
     chunk_bytes: int
     level: int | None
     shuffle: bool
+    kept_bytes: int = _KEPT_BYTES
 
     def spans(
         self, views: Iterable[memoryview], nbytes: int, width: int, offset: int, kept: Kept

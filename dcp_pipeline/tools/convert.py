@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch
 from dcp_pipeline.config.compose import load_mapping
 from dcp_pipeline.config.model import PipelineConfig
 from dcp_pipeline.core.coordinator import Coordinator
-from dcp_pipeline.core.dtypes import ITEM_SIZES
 from dcp_pipeline.core.errors import ConfigError
 from dcp_pipeline.core.kind import parse_bytes
 from dcp_pipeline.core.manifest import Manifest
@@ -31,6 +31,7 @@ from dcp_pipeline.storage.base import Directory
 from dcp_pipeline.tools.convert_check import check_target
 from dcp_pipeline.tools.convert_source import Chosen, Sources, choose
 from dcp_pipeline.tools.sources import open_on_ranks
+from dcp_pipeline.types.dtypes import DTYPES
 
 __all__ = ["Conversion", "PlannedKey", "convert"]
 
@@ -43,6 +44,7 @@ _TARGETS = {
     "mega": {"layout": "mega", "serialization": "mega"},
     "torch_save": {"serialization": "torch_save"},
 }
+_FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
 _SPARE_BYTES = 48 << 20
 """Of a thread, for what is read and written at a time."""
 
@@ -134,7 +136,8 @@ def convert(
         dtype: what floating-point tensors become.
         max_shard_size: bytes of a file, for layouts that have files of a size.
         weights: of the sources in their average; alike by default. Averages are taken in float32,
-            of float64 tensors in float64; what is no floating-point tensor is the first source's.
+            of float64 ones in float64, and become ``dtype`` in the end; what is no floating-point
+            tensor is the first source's.
         memory: bytes that tensors may take on this rank, beside what the process has.
         check: read the target again at the end, and compare every tensor's fingerprint with that
             of what the source gave, and with the source's own where one is recorded.
@@ -159,8 +162,8 @@ def convert(
     """
     started = time.perf_counter()
     sources = [as_text(one) for one in _listed(source)]
-    if dtype is not None and dtype not in ITEM_SIZES:
-        raise ConfigError(f"found the dtype {dtype!r}; allowed: {', '.join(ITEM_SIZES)}", "dtype")
+    if dtype is not None and dtype not in _FLOATS:
+        raise ConfigError(f"found the dtype {dtype!r}; allowed: {', '.join(_FLOATS)}", "dtype")
     checked = _config(to, config, max_shard_size)
     shares = _weights(sources, weights)
     folder, name = _file_of(as_text(target)) if to == "torch_save" else (as_text(target), "")
@@ -186,23 +189,28 @@ def convert(
         )
         if plan_only:
             return planned
-        slab_bytes = _slab_bytes(memory, parts.storage.thread_count)
+        room = _slab_bytes(memory, parts.storage.thread_count)
+        serialization, slab_bytes = parts.serialization.within(room)
+        if shares is not None:
+            slab_bytes //= 2  # for the sum, and what is added to it
+        parts = replace(parts, serialization=serialization)
         job = SaveJob(parts, coordinator, directory, {"converted_from": list(sources)})
         if resume and not name:
             job.lasting_id = _lasting_id(planned, opened, checked, coordinator, slab_bytes, shares)
         with Sources(opened, chosen, shares, job.check_peers) as reading:
             meter = _Meter(reading.fill, progress, chosen[0].nbytes // coordinator.world_size)
-            entries = streamed_entries(
+            entries = partial(
+                streamed_entries,
                 chosen[0].outcome.tensors,
                 chosen[0].paths,
                 chosen[0].kinds,
                 meter.fill,
                 partial(reading.value, target=parts.serialization),
                 slab_bytes,
-                chosen[0].plain if shares is None else (),
+                chosen[0].plain,
             )
             trace = Trace("convert", coordinator.rank)
-            saved = complete(convert_graph(parts), {"staged": entries, "job": job}, job, trace)
+            saved = complete(convert_graph(parts), {"source": entries, "job": job}, job, trace)
             casts = dict(reading.readers[0].casts)
         written = saved.manifest
         if check:
@@ -278,6 +286,8 @@ def _weights(sources: list[str], weights: Sequence[float] | None) -> list[float]
         return None if len(sources) == 1 else [1.0 / len(sources)] * len(sources)
     if len(weights) != len(sources):
         raise ConfigError(f"{len(weights)} weights are given for {len(sources)} sources", "weights")
+    if not all(map(isfinite, weights)):
+        raise ConfigError(f"found the weights {list(weights)}; expected finite ones", "weights")
     return [float(weight) for weight in weights]
 
 

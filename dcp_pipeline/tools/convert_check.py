@@ -11,6 +11,7 @@ from dcp_pipeline.core.crc64 import finished, raw_crc64
 from dcp_pipeline.core.errors import ChecksumError, list_some
 from dcp_pipeline.core.framing import frame, unframe
 from dcp_pipeline.core.manifest import Manifest
+from dcp_pipeline.formats.value_digest import value_digest
 from dcp_pipeline.pipelines.convert import Buffers
 from dcp_pipeline.pipelines.parts import Parts
 from dcp_pipeline.pipelines.source import SourceReader
@@ -40,23 +41,17 @@ def check_target(
 
     Raises:
         ChecksumError: on every rank, naming what differs.
+        CheckpointException: on every rank, where any could not read the target.
     """
-    assert written.fingerprint is not None
-    directory = parts.open_to_read(location)
-    manifest = parts.layout.open(directory)
-    stored = stored_tensors(manifest)
-    names = [name for name, spec in zip(written.names, written.table.keys, strict=True)
-             if spec.dtype is not None]  # fmt: skip
-    present = [name for name in names if name in stored]
-    mine = present[coordinator.rank :: coordinator.world_size]
-    found = tensor_fingerprints(directory, manifest, mine, slab_bytes)
-    tensors = written.fingerprint.tensors
-    problems = [f"{name!r} was not written as it was read" for name in mine
-                if found[name] != tensors[name]]  # fmt: skip
-    if coordinator.is_coordinator:
-        problems += [f"{name!r} is not there" for name in names if name not in stored]
-        problems += _unlike_recorded(chosen, recorded, tensors)
-    answer = coordinator.exchange("check", frame(problems), _union)
+    message: bytes | BaseException
+    try:
+        problems = _problems(location, written, parts, coordinator, slab_bytes)
+        if coordinator.is_coordinator:
+            problems += _unlike_recorded(chosen, recorded, written)
+        message = frame(problems)
+    except Exception as error:
+        message = error
+    answer = coordinator.exchange("check", message, _union)
     (everything, _) = unframe(answer)
     if everything:
         raise ChecksumError(
@@ -65,15 +60,38 @@ def check_target(
         )
 
 
+def _problems(
+    location: str, written: Manifest, parts: Parts, coordinator: Coordinator, slab_bytes: int
+) -> list[str]:
+    """What differs of this rank's share; the coordinator names what is lacking altogether."""
+    recorded = written.fingerprint
+    assert recorded is not None
+    directory = parts.open_to_read(location)
+    manifest = parts.layout.open(directory)
+    stored = stored_tensors(manifest)
+    present = [name for name in written.names if name in stored]
+    mine = present[coordinator.rank :: coordinator.world_size]
+    tensors = [name for name in mine if name in recorded.tensors]
+    # A value that could not be read before has no fingerprint, and is not read now.
+    values = [name for name in mine if recorded.values.get(name) is not None]
+    found = tensor_fingerprints(directory, manifest, tensors, slab_bytes)
+    found |= _value_fingerprints(directory, manifest, values, parts)
+    problems = [f"{name!r} was not written as it was read" for name, one in found.items()
+                if one != recorded.of(name)]  # fmt: skip
+    if coordinator.is_coordinator:
+        problems += [f"{name!r} is not there" for name in written.names if name not in stored]
+    return problems
+
+
 def _union(messages: list[bytes]) -> list[bytes]:
     problems = [problem for message in messages for problem in unframe(message)[0]]
     return [frame(problems)] * len(messages)
 
 
-def _unlike_recorded(chosen: Chosen, recorded: Manifest | None, tensors: object) -> list[str]:
-    if recorded is None or recorded.fingerprint is None:
+def _unlike_recorded(chosen: Chosen, recorded: Manifest | None, written: Manifest) -> list[str]:
+    if recorded is None or recorded.fingerprint is None or written.fingerprint is None:
         return []
-    assert isinstance(tensors, dict)
+    tensors = written.fingerprint.tensors
     problems = []
     for name in chosen.plain:
         tensor = chosen.outcome.tensors[name]
@@ -82,6 +100,17 @@ def _unlike_recorded(chosen: Chosen, recorded: Manifest | None, tensors: object)
         if recorded.fingerprint.of(source) != tensors[name]:
             problems.append(f"{name!r} is not what {source!r} was when the source was saved")
     return problems
+
+
+def _value_fingerprints(
+    directory: Directory, manifest: Manifest, names: Sequence[str], parts: Parts
+) -> dict[str, str]:
+    if not names:
+        return {}
+    decode = parts.serialization.decode_value
+    with SourceReader(directory, manifest, {}) as reader:
+        digests = {name: value_digest(decode(reader.value(name))) for name in names}
+    return {name: f"{digest % (1 << 64):016x}" for name, digest in digests.items()}
 
 
 def tensor_fingerprints(

@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 
-from dcp_pipeline.core.errors import ConfigError, LoadMismatchError, RuleError, list_some
+from dcp_pipeline.core.errors import (
+    CheckpointError,
+    ConfigError,
+    LoadMismatchError,
+    RuleError,
+    list_some,
+)
 from dcp_pipeline.core.manifest import Manifest
 from dcp_pipeline.core.path import Path
 from dcp_pipeline.core.registry import model_of
 from dcp_pipeline.core.table import Kind
+from dcp_pipeline.formats.value_digest import value_digest
 from dcp_pipeline.pipelines.source import SourceReader
+from dcp_pipeline.pipelines.steps.destinations import cast_into
 from dcp_pipeline.pipelines.steps.mapped_view import stored_tensors
 from dcp_pipeline.rules.base import Rule, matches
 from dcp_pipeline.rules.mapping import Outcome, mapped_backward, mapped_forward
@@ -26,6 +34,9 @@ from dcp_pipeline.types.dtypes import DTYPES
 __all__ = ["Chosen", "Sources", "choose"]
 
 Opened = tuple[Directory, Manifest]
+
+_STEP_ELEMENTS = 1 << 20
+"""That are averaged at a time, in float32 or float64, twice."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,7 @@ class Sources:
     ) -> None:
         self._opened, self._chosen, self._weights = opened, chosen, weights
         _check_alike(opened, chosen)
+        self._doubles = set() if weights is None else _doubles(opened, chosen)
         self._stack = ExitStack()
         self.readers = [
             self._stack.enter_context(SourceReader(directory, manifest, one.outcome.tensors, check))
@@ -172,30 +184,72 @@ class Sources:
 
     def fill(self, name: str, offsets: tuple[int, ...], memory: torch.Tensor) -> None:
         """Make the box of a tensor that starts at ``offsets`` and has the memory's shape."""
-        tensor = self._chosen[0].outcome.tensors[name]
-        assert tensor is not None
         if self._weights is None or not memory.dtype.is_floating_point:
             # What is counted or chosen has no average: the first has it.
             self.readers[0].fill(name, offsets, memory)
-            return
-        wide = torch.float64 if memory.dtype == torch.float64 else torch.float32
-        total = torch.zeros(memory.shape, dtype=wide, device="cpu")
-        for reader, weight in zip(self.readers, self._weights, strict=True):
-            reader.fill(name, offsets, memory)
-            total.add_(memory.to(wide), alpha=weight)
-        memory.copy_(total)
+        else:
+            self._fill_average(name, offsets, memory, self._weights)
 
-    def value(self, name: str, target: Serialization) -> bytes:
-        """A value as the target stores it; the first checkpoint's."""
+    def _fill_average(
+        self,
+        name: str,
+        offsets: tuple[int, ...],
+        memory: torch.Tensor,
+        weights: Sequence[float],
+    ) -> None:
+        """In small steps, for it takes several times their memory."""
+        if memory.numel() > _STEP_ELEMENTS:
+            axis = next(axis for axis, extent in enumerate(memory.shape) if extent > 1)
+            extent = memory.shape[axis]
+            step = max(1, extent * _STEP_ELEMENTS // memory.numel())
+            for start in range(0, extent, step):
+                begin = (*offsets[:axis], offsets[axis] + start, *offsets[axis + 1 :])
+                part = memory.narrow(axis, start, min(step, extent - start))
+                self._fill_average(name, begin, part, weights)
+            return
+        wide = torch.float64 if name in self._doubles else torch.float32
+        total = torch.zeros(memory.shape, dtype=wide, device="cpu")
+        one = torch.empty(memory.shape, dtype=wide, device="cpu")
+        for reader, weight in zip(self.readers, weights, strict=True):
+            reader.fill(name, offsets, one)
+            total.add_(one, alpha=weight)
+        self.readers[0].note_casts(name, cast_into(memory, total))
+
+    def value(self, name: str, target: Serialization) -> tuple[bytes, int]:
+        """A value as the target stores it, and the digest of its meaning; the first checkpoint's.
+
+        What cannot be read here, and need not be to be passed on, has the digest 0.
+        """
         manifest = self._opened[0][1]
         (stored,) = self._chosen[0].outcome.origins[name].sources
         data = self.readers[0].value(stored)
-        if manifest.serialization == target.kind:
-            return data
         source: Serialization = model_of("serialization", manifest.serialization)(
             kind=manifest.serialization
         ).build()
-        return target.encode_value(source.decode_value(data))
+        if manifest.serialization == target.kind:
+            try:
+                return data, value_digest(source.decode_value(data))
+            except CheckpointError:
+                return data, 0
+        value = source.decode_value(data)
+        return target.encode_value(value), value_digest(value)
+
+
+def _doubles(opened: Sequence[Opened], chosen: Sequence[Chosen]) -> set[str]:
+    """The tensors of which anything is stored in float64, or is going to be."""
+    found = set()
+    for (_, manifest), one in zip(opened, chosen, strict=True):
+        wide = {
+            name
+            for name, spec in zip(manifest.names, manifest.table.keys, strict=True)
+            if spec.dtype == "float64"
+        }
+        for name, tensor in one.outcome.tensors.items():
+            if tensor is not None and (
+                tensor.dtype == "float64" or wide.intersection(tensor.sources)
+            ):
+                found.add(name)
+    return found
 
 
 def _check_alike(opened: Sequence[Opened], chosen: Sequence[Chosen]) -> None:
