@@ -35,7 +35,7 @@ __all__ = ["Chosen", "Sources", "choose"]
 
 Opened = tuple[Directory, Manifest]
 
-_STEP_ELEMENTS = 1 << 20
+_STEP_ELEMENTS = 1 << 18
 """That are averaged at a time, in float32 or float64, twice."""
 
 
