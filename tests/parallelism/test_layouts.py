@@ -180,9 +180,10 @@ def test_from_one_number_of_ranks_to_another(ranks: Pool, tmp_path: Path, name: 
             assert after[1] == pytest.approx(before[1], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", [slow(name) if name in ("hsdp", "context") else name for name in LAYOUTS]
-)
+LESS_OFTEN = ("hsdp", "context", "tensor", "sequence", "ddp")
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in LESS_OFTEN else name for name in LAYOUTS])
 def test_t38_a_resume_is_exact(ranks: Pool, tmp_path: Path, name: str) -> None:
     size = LAYOUTS[name].sizes[0]
     assert ranks(size).run(train_unbroken_and_resume, tmp_path, name) == [[]] * size
@@ -230,7 +231,7 @@ def fail_while_applying(path: Path, name: str, is_first: bool) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("is_first", [False, slow(True)])
 @pytest.mark.parametrize(
     "name", [name if name in ("fsdp1", "fsdp2") else slow(name) for name in LAYOUTS]
 )
