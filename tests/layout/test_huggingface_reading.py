@@ -276,7 +276,7 @@ def test_a_module_in_parts_of_torch_save(tmp_path: Path) -> None:
     [
         ({"w": torch.ones(2)}, True, "before 1.6"),
         ({"w": {"v": torch.ones(2)}}, False, "a dict where a tensor was expected, under 'w'"),
-        ({1: torch.ones(2)}, False, "the key '1'"),
+        ({1: torch.ones(2)}, False, "the key 1"),
         ([torch.ones(2)], False, "a list where a state dict"),
         ({"w": torch.ones(1).expand(10**9)}, False, "do not fit"),
     ],
