@@ -338,7 +338,10 @@ def test_every_box_in_any_order_of_its_reads(tmp_path: Path, seed: int) -> None:
         chance.shuffle(reads)
         for file, read in reads:
             assert read.deliver is not None and read.target is None
-            read.deliver(memoryview(files[file])[read.offset : read.offset + read.length])
+            # As a reader does it: the bytes are there during the call alone.
+            buffer = bytearray(files[file][read.offset : read.offset + read.length])
+            read.deliver(memoryview(buffer))
+            buffer[:] = b"\xa5" * len(buffer)
         for dimension, (at, count) in enumerate(zip(begin, extent, strict=True)):
             whole = whole.narrow(dimension, at, count)
         assert_same(view, whole.contiguous())
@@ -350,9 +353,9 @@ def test_scales_are_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     waited: list[bool] = []
     real = read_quantized._Scales.when_there
 
-    def when_there(self: Any, action: Any) -> None:
+    def when_there(self: Any, action: Any, codes: torch.Tensor) -> None:
         waited.append(self._left > 0)
-        real(self, action)
+        real(self, action, codes)
 
     monkeypatch.setattr(read_quantized._Scales, "when_there", when_there)
     one_thread = {"storage": {"thread_count": 1}, "rollback": "none"}

@@ -53,7 +53,7 @@ class Sink(Protocol):
         ...
 
     def fill(self, stored: torch.Tensor) -> None:
-        """Take the elements of the whole box."""
+        """Take the elements of the whole box, whose memory is theirs during the call alone."""
         ...
 
 

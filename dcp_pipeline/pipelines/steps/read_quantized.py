@@ -80,13 +80,15 @@ class _Scales:
         for action in waiting:
             action()
 
-    def when_there(self, action: Callable[[], None]) -> None:
-        """Do it now, or when the last scale has come."""
+    def when_there(self, action: Callable[[torch.Tensor], None], codes: torch.Tensor) -> None:
+        """Do it with the codes now, or with a copy of them when the last scale has come."""
         with self._lock:
             if self._left:
-                self._waiting.append(action)
+                # Their memory is the reader's, and holds something else by then.
+                kept = codes.view(torch.uint8).clone().view(codes.dtype)
+                self._waiting.append(partial(action, kept))
                 return
-        action()
+        action(codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class _CodesSink:
         return part, cut
 
     def fill(self, stored: torch.Tensor) -> None:
-        self.scales.when_there(partial(self._put_parts, stored))
+        self.scales.when_there(self._put_parts, stored)
 
     def _put_parts(self, codes: torch.Tensor) -> None:
         """Part by part, so that what is needed meanwhile is small, and stays in the cache."""
